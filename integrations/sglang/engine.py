@@ -1,0 +1,259 @@
+"""The rollout side of a session for the official SGLang: weight_sync.session.contracts.RolloutEngine over HTTP.
+
+Two kinds of calls. SGLang's own routes pause and resume generation, open and close its weight update, flush its cache
+and stamp the version; what the server offers is read from its /openapi.json, never from its version. Our worker
+endpoints (worker.py) describe, receive and digest. Every call is bounded by the deadline it is given; an answer that is
+not plain success raises RolloutError with engine, endpoint and answer, and nothing is tried a second time.
+
+Order of one update, and why:
+    pause     SGLang answers before its schedulers have paused, so each worker is asked until all say that they are quiet.
+    begin     /begin_weight_update first: it may restore packed weights, and only then do the workers check that nothing
+              has moved since bind.
+    finish    workers close the session, /end_weight_update derives what depends on weights, the cache is flushed, the
+              version is written and read back, and only then do the workers record the commit.
+    resume    needs the receipt of what the workers have recorded; nothing else continues generation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weight_sync.errors import RolloutError, SessionError, WeightSyncError
+from weight_sync.ids import Deadline
+from weight_sync.session.contracts import EngineDescription, PauseMode, RankDescription, Receipt
+from weight_sync_integrations.sglang.client import Http, Workers, rank_description
+from weight_sync_integrations.sglang.launch import WorkerAddress
+
+_POLL = 0.02
+
+
+class SglangEngine:
+    """One engine. Not thread-safe: one session drives it."""
+
+    def __init__(self, name: str, url: str, workers: Sequence[WorkerAddress], token: str) -> None:
+        """No request is made here. `workers`: every worker of the engine, on all its hosts (launch.Server.workers)."""
+        self.name = name
+        self._http = Http(name, url)
+        self._workers = Workers(name, workers, token)
+        self._offers: frozenset[str] | None = None
+        self._mode: PauseMode | None = None
+        self._verified = ""
+
+    def close(self) -> None:
+        """Close connections. The server is not touched."""
+        self._http.close()
+        self._workers.close()
+
+    # -- RolloutEngine ---------------------------------------------------------------------------------------------
+
+    def describe(self, deadline: Deadline) -> EngineDescription:
+        """Software also says `suspended: why` while the engine is kept from serving by an aborted session."""
+        identities = self._workers.all("identity", {}, deadline)
+        first = identities[self._workers.ranks[0]]
+        for rank, other in identities.items():
+            if (other["model"], other["sizes"]) != (first["model"], first["sizes"]):
+                raise RolloutError(
+                    f"engine {self.name}: workers disagree on what they serve: rank {self._workers.ranks[0]} has sizes "
+                    f"{first['sizes']}, rank {rank} has {other['sizes']}, models equal: {other['model'] == first['model']}"
+                )
+        sizes = dict(first["sizes"])
+        world = sizes["dp"] * sizes["pp"] * sizes["tp"]
+        if list(self._workers.ranks) != list(range(world)):
+            raise RolloutError(
+                f"engine {self.name}: its sizes {sizes} make {world} workers, "
+                f"but endpoints of ranks {list(self._workers.ranks)} were given"
+            )
+        software = dict(first["software"])
+        reasons = {s["aborted"] for s in self.state(deadline).values() if s["aborted"]}
+        if reasons:
+            software["suspended"] = "; ".join(sorted(reasons))
+        return EngineDescription(
+            name=self.name,
+            kind="sglang",
+            model=first["model"],
+            sizes=sizes,
+            version=self._version(deadline),
+            # Under pipeline parallelism SGLang's schedulers ignore the other two modes (read in 0.5.16 and 0.5.23).
+            pause_modes=("abort",) if sizes["pp"] > 1 else ("abort", "retract", "in_place"),
+            ranks=self._describe_ranks(deadline),
+            software=software,
+        )
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """Returns when every worker is quiet. Raises SessionError for a mode this engine does not keep."""
+        sizes = self._workers.all("identity", {}, deadline)[self._workers.ranks[0]]["sizes"]
+        legal: tuple[PauseMode, ...] = ("abort",) if sizes["pp"] > 1 else ("abort", "retract", "in_place")
+        if mode not in legal:
+            raise SessionError(f"engine {self.name} (pp={sizes['pp']}) cannot pause with mode {mode!r}; legal: {legal}")
+        self._http.post("/pause_generation", {"mode": mode}, deadline)
+        if mode == "abort" and sizes["pp"] == 1:
+            # "abort" empties the engine but pauses only the front end; this makes the schedulers hold still too.
+            self._http.post("/pause_generation", {"mode": "retract"}, deadline)
+        while not all(state["quiet"] for state in self.state(deadline).values()):
+            deadline.check(f"engine {self.name}: pause({mode}) until every worker is quiet")
+            time.sleep(_POLL)
+        self._mode, self._verified = mode, ""
+
+    def record(self, tensors: Mapping[str, tuple[list[int], str]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        """The second witness, for each rank: the fields of recorder.Recording, and `unexplained` by HF name.
+
+        Writes that come from no HF tensor are in `unexplained` under "parameter <name>".
+        """
+        specs = {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in tensors.items()}
+        answers = self._workers.all("record", {"tensors": specs}, deadline)
+        for answer in answers.values():
+            answer["unexplained"] = {
+                entry["tensor"] or f"parameter {entry['param']}": entry["operation"] for entry in answer["inexpressible"]
+            }
+        return answers
+
+    def bind(self, tables: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        """Raises BindError with a worker's words where the plan does not fit its live parameters."""
+        self._require_all_ranks("bind", tables)
+        return self._workers.each("bind", {rank: dict(table) for rank, table in tables.items()}, deadline)
+
+    def begin(self, session: str, version: int, plan: str, epochs: Mapping[int, int], deadline: Deadline) -> None:
+        """Raises SessionError if pause() was not called or a worker is not quiet; RolloutError if the server refuses."""
+        self._require_all_ranks("begin", epochs)
+        self._require_paused("begin", deadline)
+        if self._offers_update(deadline):
+            if any(state["update_open"] for state in self.state(deadline).values()):
+                self._http.post("/end_weight_update", {}, deadline)  # left open by a controller that died
+            self._http.post("/begin_weight_update", {}, deadline)
+        self._verified = ""
+        payload = {"session": session, "version": version, "plan": plan}
+        self._workers.each("begin", {rank: {**payload, "epoch": epoch} for rank, epoch in epochs.items()}, deadline)
+
+    def place(self, session: str, round: int, deadline: Deadline) -> None:
+        self._workers.all("place", {"session": session, "round": round}, deadline)
+
+    def verify(self, session: str, deadline: Deadline) -> dict[int, list[str]]:
+        answers = self._workers.all("verify", {"session": session}, deadline)
+        self._verified = session
+        return {rank: list(answer["digests"]) for rank, answer in answers.items()}
+
+    def finish(self, session: str, version: int, digest: str, deadline: Deadline) -> Receipt:
+        """Raises SessionError unless verify() of this session has returned.
+
+        With pause mode in_place the KV cache is kept on purpose, so SGLang's refusal to flush it under running requests
+        is accepted; in the other modes it is an error.
+        """
+        if not session or self._verified != session:
+            raise SessionError(f"engine {self.name}: finish({session!r}) before verify({session!r}) returned")
+        self._require_paused("finish", deadline)
+        self._workers.all("end", {"session": session}, deadline)
+        if self._offers_update(deadline):
+            self._http.post("/end_weight_update", {}, deadline)
+        self._http.post("/flush_cache", None, deadline, also_accept=400 if self._mode == "in_place" else None)
+        # SGLang's default would abort the requests that a retract or in_place pause has kept.
+        self._http.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, deadline)
+        found = self._version(deadline)
+        if found != version:
+            raise RolloutError(f"engine {self.name}: /update_weight_version accepted {version}, /model_info says {found}")
+        commit = {"session": session, "version": version, "digest": digest}
+        self._workers.all("commit", commit, deadline)
+        self._verified = ""
+        return Receipt(engine=self.name, session=session, version=version, digest=digest)
+
+    def resume(self, receipt: Receipt, deadline: Deadline) -> None:
+        """Raises SessionError if the receipt is not of what the workers hold, or they hold suspect weights."""
+        if receipt.engine != self.name:
+            raise SessionError(f"engine {self.name}: the receipt is of engine {receipt.engine}")
+        want = {"session": receipt.session, "version": receipt.version, "digest": receipt.digest}
+        for rank, state in self.state(deadline).items():
+            if state["suspect"] or state["committed"] != want:
+                held = "suspect weights" if state["suspect"] else f"committed {state['committed'] or 'nothing'}"
+                why = f" ({state['aborted']})" if state["aborted"] else ""
+                raise SessionError(f"engine {self.name}: receipt {want} does not fit rollout rank {rank}: {held}{why}")
+        offered = "torch_empty_cache" in self._openapi(deadline)
+        self._http.post("/continue_generation", {"torch_empty_cache": False} if offered else {}, deadline)
+        while any(state["paused"] for state in self.state(deadline).values()):
+            deadline.check(f"engine {self.name}: resume() until every worker has left the pause")
+            time.sleep(_POLL)
+        self._mode = None
+
+    def abort(self, session: str, reason: str, deadline: Deadline) -> None:
+        """End `session` without commit. A paused engine stays paused, and describe() says why.
+
+        An engine that was never paused keeps serving what it served. Whatever fails here, the remaining workers are
+        still told; all failures are reported together.
+        """
+        failures: list[str] = []
+        for rank in self._workers.ranks:
+            try:
+                self._workers.one(rank, "abort", {"session": session, "reason": reason}, deadline)
+            except WeightSyncError as error:
+                failures.append(str(error))
+        self._verified = ""
+        if failures:
+            raise RolloutError(f"engine {self.name}: abort({reason!r}) did not reach every worker: " + "; ".join(failures))
+        if any(state["update_open"] for state in self.state(deadline).values()):
+            self._http.post("/end_weight_update", {}, deadline)
+
+    # -- beside the contract ---------------------------------------------------------------------------------------
+
+    def state(self, deadline: Deadline) -> dict[int, dict[str, Any]]:
+        """For each rank what Worker.state() says: paused, quiet, session, suspect, aborted, committed."""
+        return self._workers.all("state", {}, deadline)
+
+    def aliases(self, deadline: Deadline) -> dict[int, dict[str, list[str]]]:
+        """For each rank, other names of live tensors that describe() lists once (tied weights)."""
+        return {rank: answer["aliases"] for rank, answer in self._workers.all("identity", {}, deadline).items()}
+
+    def call(self, method: str, payload: dict[str, Any], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        """Any method of TargetAgent in every worker, with one payload for all. Replies by rank."""
+        return self._workers.all(method, payload, deadline)
+
+    def generate(self, input_ids: Sequence[int], max_new_tokens: int, deadline: Deadline) -> list[int]:
+        """Greedy continuation: exactly max_new_tokens token ids."""
+        sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        answer = self._http.post("/generate", {"input_ids": list(input_ids), "sampling_params": sampling}, deadline)
+        tokens = answer.get("output_ids")
+        if not isinstance(tokens, list) or len(tokens) != max_new_tokens:
+            raise RolloutError(f"engine {self.name}: /generate answered {answer!r}, not {max_new_tokens} output_ids")
+        return tokens
+
+    def load_from_disk(self, path: str, deadline: Deadline) -> None:
+        """Load a checkpoint folder as the server sees it, outside any session; a receipt given before is void after."""
+        self._workers.all("forget", {}, deadline)
+        body = {"model_path": path, "flush_cache": True, "abort_all_requests": False}
+        self._http.post("/update_weights_from_disk", body, deadline)
+
+    # -- pieces ----------------------------------------------------------------------------------------------------
+
+    def _describe_ranks(self, deadline: Deadline) -> tuple[RankDescription, ...]:
+        answers = self._workers.all("describe", {}, deadline)
+        return tuple(rank_description(answers[rank]) for rank in self._workers.ranks)
+
+    def _version(self, deadline: Deadline) -> int:
+        """-1 until a number was stamped: SGLang starts with the word "default"."""
+        text = str(self._http.get("/model_info", deadline).get("weight_version", ""))
+        return int(text) if text.isdecimal() else -1
+
+    def _require_all_ranks(self, verb: str, given: Mapping[int, Any]) -> None:
+        wrong = sorted(set(given) ^ set(self._workers.ranks))
+        if wrong:
+            raise SessionError(
+                f"engine {self.name}: {verb}() needs an entry for each of the ranks {list(self._workers.ranks)} and no "
+                f"other; missing or unknown: {wrong}"
+            )
+
+    def _require_paused(self, verb: str, deadline: Deadline) -> None:
+        loud = [rank for rank, state in self.state(deadline).items() if not state["quiet"]]
+        if self._mode is None or loud:
+            missing = f"rollout ranks {loud} are generating" if loud else "pause() was not called"
+            raise SessionError(f"engine {self.name}: {verb}() needs a paused engine, but {missing}")
+
+    def _openapi(self, deadline: Deadline) -> frozenset[str]:
+        """Paths the server offers and the names of request fields it knows."""
+        if self._offers is None:
+            content = self._http.get("/openapi.json", deadline)
+            schemas = content.get("components", {}).get("schemas", {})
+            fields = {name for schema in schemas.values() for name in schema.get("properties", {})}
+            self._offers = frozenset(content.get("paths", {})) | frozenset(fields)
+        return self._offers
+
+    def _offers_update(self, deadline: Deadline) -> bool:
+        return {"/begin_weight_update", "/end_weight_update"} <= self._openapi(deadline)

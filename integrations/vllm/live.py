@@ -1,0 +1,197 @@
+"""Which live tensors of a vLLM model may be overwritten in place.
+
+vLLM's loaders write a checkpoint into a model's parameters, and then every layer may turn its parameters into what its
+kernel likes: packed, swapped, requantised, emptied, or copied into a derived tensor. A one-sided write is right only
+for a parameter that still holds, byte for byte, what load_weights wrote into it. That cannot be told from names or
+shapes (FlashInfer's swap of the two halves of w13 keeps both), so it is observed: watch_loading() takes a fingerprint
+of every tensor between loading and post-processing, and inspect() compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from weight_sync.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+# Attention registers these as persistent buffers. They are constants unless the KV cache itself is quantised.
+_RUNTIME_BUFFERS = frozenset({"_k_scale", "_v_scale", "_q_scale", "_prob_scale"})
+_CHUNK = 1 << 22  # 64-bit words digested at once: bounds the temporary memory to 64 MiB
+_MARK = "weight_sync_watch"
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The weights of one process.
+
+    tensors: parameters and persistent buffers by vLLM's name; one name for each piece of memory.
+    aliases: other names of the same memory (tied embeddings) -> the name in `tensors`.
+    not_writable: name -> why writing it in place would not change, or would corrupt, what the engine computes.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    not_writable: dict[str, str]
+
+
+@dataclass(slots=True)
+class _Witness:
+    """What was seen while a model was loaded: fingerprints after load_weights, and reasons found after post-processing."""
+
+    loaded: dict[str, int]
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+_WITNESSES: WeakKeyDictionary[torch.nn.Module, _Witness] = WeakKeyDictionary()
+
+
+def watch_loading() -> None:
+    """Observe every model this process loads from now on. Safe to call again.
+
+    Raises: ConfigError when this vLLM has no `process_weights_after_loading` in its base loader (seen in 0.32.0).
+    """
+    from vllm.model_executor.model_loader import base_loader
+
+    process = getattr(base_loader, "process_weights_after_loading", None)
+    if process is None:
+        import vllm
+
+        raise ConfigError(
+            f"vLLM {vllm.__version__} has no process_weights_after_loading in model_loader.base_loader; weight_sync "
+            "observes it (written for 0.32.0) to know which parameters stay as loaded"
+        )
+    if getattr(process, _MARK, False):
+        return
+
+    def process_and_compare(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        witness = _Witness({name: fingerprint(tensor) for name, tensor in weights(model)})
+        private = {id(tensor) for _, tensor in _private_tensors(model)}
+        process(model, *args, **kwargs)
+        witness.reasons = _compare(model, witness.loaded, private)
+        _WITNESSES[model] = witness
+
+    setattr(process_and_compare, _MARK, True)
+    base_loader.process_weights_after_loading = process_and_compare
+
+
+def inspect(model: torch.nn.Module) -> Live:
+    """Look at a loaded model. Cheap: nothing is read but names and addresses."""
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = {}
+    for name, tensor in weights(model):
+        place = (tensor.data_ptr(), tensor.nbytes, tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and place in seen:
+            aliases[name] = seen[place]
+            continue
+        seen[place] = name
+        tensors[name] = tensor
+    witness = _WITNESSES.get(model)
+    if witness is None:
+        reason = "its loading was not observed: the server was started without WEIGHT_SYNC_TOKEN in its environment"
+        return Live(tensors, aliases, dict.fromkeys(tensors, reason))
+    reasons = dict(witness.reasons)
+    for name, tensor in tensors.items():
+        if name not in reasons and tensor.numel() == 0 and witness.loaded.get(name) != fingerprint(tensor):
+            reasons[name] = "its memory was released after loading (sleep mode, or a later packing)"
+        elif name not in witness.loaded and name not in reasons:
+            reasons[name] = "it was made after the checkpoint was loaded"
+    return Live(tensors, aliases, reasons)
+
+
+def weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers under every name they have, as plain tensors."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, parameter.data
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or name in _RUNTIME_BUFFERS:
+                continue
+            yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _compare(model: torch.nn.Module, loaded: dict[str, int], private: set[int]) -> dict[str, str]:
+    """Reasons by name, after post-processing."""
+    reasons: dict[str, str] = {}
+    online = _online_quantised(model)
+    now = dict(weights(model))
+    for name in loaded.keys() - now.keys():
+        reasons[name] = "post-processing removed it: the kernel uses something made from it"
+    for name, tensor in now.items():
+        if name not in loaded:
+            reasons[name] = "post-processing made it: no checkpoint tensor is loaded into it"
+        elif tensor.numel() == 0 and fingerprint(tensor) != loaded[name]:
+            reasons[name] = "post-processing packed it into the kernel's private layout and left it empty"
+        elif fingerprint(tensor) != loaded[name]:
+            reasons[name] = "post-processing rearranged or requantised it: its bytes are not what load_weights wrote"
+        elif any(name.startswith(f"{prefix}.") for prefix in online):
+            reasons[name] = "it is quantised by vLLM while loading: its bytes are not the checkpoint's"
+    memory = {tensor.untyped_storage().data_ptr() for tensor in now.values()}
+    for owner, tensor in _private_tensors(model):
+        # A floating-point tensor that appeared during post-processing and shares no weight's memory was computed from
+        # weights (MLA's absorbed projections of a quantised model, a split router weight): a raw write leaves it stale.
+        if id(tensor) in private or not tensor.is_floating_point() or tensor.numel() < 2:
+            continue
+        if tensor.untyped_storage().data_ptr() not in memory:
+            module, _, attribute = owner.rpartition(".")
+            for name in now:
+                if name.startswith(f"{module}."):
+                    reasons.setdefault(name, f"{module} also holds {attribute}, derived from its weights while loading")
+            reasons.setdefault(owner, "it is derived from weights while loading and in no parameter list")
+    return reasons
+
+
+def _private_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors a module holds outside its parameters and persistent buffers."""
+    import torch
+
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{prefix}.{name}", value
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                yield f"{prefix}.{name}", buffer
+
+
+def _online_quantised(model: torch.nn.Module) -> list[str]:
+    # These methods quantise inside the weight loaders, before post-processing, so fingerprints cannot see it.
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and getattr(getattr(module, "quant_method", None), "uses_meta_device", False)
+    ]
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """A 64-bit sum over bytes that depends on each word's position, and on shape and dtype. Runs where the tensor is."""
+    import torch
+
+    shape = hash((tuple(tensor.shape), str(tensor.dtype)))
+    if tensor.is_meta or tensor.numel() == 0:
+        return shape
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    if data.storage_offset() % 8 or data.data_ptr() % 8:
+        data = data.clone()
+    words, rest = data[:whole].view(torch.int64), data[whole:].to(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK]
+        total += (part * _weights(start, part)).sum()
+    total += (rest * _weights(words.numel(), rest)).sum()
+    return hash((int(total), shape))
+
+
+def _weights(start: int, part: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    # Odd multipliers, different for every position; products and sums wrap around at 64 bits.
+    positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=part.device)
+    return positions * -7046029254386353131 * 2 + 1  # 2**64 / golden ratio, as a signed number

@@ -1,0 +1,348 @@
+"""Configuration: Hydra schemas in, frozen core specs out. The only module that knows OmegaConf and Hydra.
+
+The schemas catch unknown keys, wrong types and bad choices when a config is composed. Every field's comment says what it is;
+docs/config.md lists them. Nothing here starts, connects or reads anything but YAML shipped with the package.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from weight_sync.errors import ConfigError, FamilyError, listed
+from weight_sync.layout.family import merged
+
+MISSING = "???"
+
+
+class PauseChoice(Enum):
+    """How engines stop generating; auto takes the first of retract, keep, abort that the engine offers."""
+
+    auto = "auto"
+    abort = "abort"
+    retract = "retract"
+    in_place = "in_place"
+    wait = "wait"
+    keep = "keep"
+
+
+class VerifyLevel(Enum):
+    """digest: a 64-bit digest of every transfer, source against live destination, on every sync."""
+
+    digest = "digest"
+
+
+class WandbMode(Enum):
+    """auto: online when a login is found, offline otherwise."""
+
+    auto = "auto"
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+class MetricKeys(Enum):
+    """Which framework's metric names are logged beside our own."""
+
+    plain = "plain"
+    verl = "verl"
+    miles = "miles"
+
+
+@dataclass(kw_only=True)
+class TransportConf:
+    """What moves the bytes. options: passed to the transport's constructor, see weight_sync/transport/<name>.py."""
+
+    name: str = MISSING
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class VerifyConf:
+    """witness: before the first sync, compare the declared layout with what the engine's own loader does."""
+
+    level: VerifyLevel = VerifyLevel.digest
+    witness: bool = True
+
+
+@dataclass(kw_only=True)
+class TimeoutsConf:
+    """Seconds; see weight_sync.session.session.Timeouts."""
+
+    connect: float = 300.0
+    sync: float = 300.0
+    abort: float = 60.0
+
+
+@dataclass(kw_only=True)
+class CostsConf:
+    """What a message and a byte cost on this transport: decides what is packed. seconds, bytes/s, bytes/s."""
+
+    seconds_per_write: float = 31e-6
+    wire: float = 2.0e9
+    copy: float = 3.0e9
+
+
+@dataclass(kw_only=True)
+class BudgetConf:
+    """Bytes of staging beside the weights, on each trainer rank and each engine worker."""
+
+    source: int = 64 << 20
+    target: int = 64 << 20
+
+
+@dataclass(kw_only=True)
+class ObserveConf:
+    """keys: metric names beside weight_sync/*. limit: bytes/s of the wire, for the share-of-limit column; null: unknown."""
+
+    wandb: WandbMode = WandbMode.offline
+    project: str = "weight_sync"
+    keys: MetricKeys = MetricKeys.plain
+    limit: float | None = None
+
+
+@dataclass(kw_only=True)
+class SyncConf:
+    """The group `weight_sync`: one strategy. strategy: its name, equal to the file's. preflight: what must be there."""
+
+    strategy: str = MISSING
+    family: str = "auto"
+    transport: TransportConf = field(default_factory=TransportConf)
+    verify: VerifyConf = field(default_factory=VerifyConf)
+    pause: PauseChoice = PauseChoice.auto
+    timeouts: TimeoutsConf = field(default_factory=TimeoutsConf)
+    costs: CostsConf = field(default_factory=CostsConf)
+    budget: BudgetConf = field(default_factory=BudgetConf)
+    observe: ObserveConf = field(default_factory=ObserveConf)
+
+
+@dataclass(kw_only=True)
+class PlacementConf:
+    """Where Ray puts a role's processes: what each process takes. resources: Ray custom resources, {"trainer_node": 0.01}."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    resources: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class TrainerConf:
+    """The trainer side. kind: megatron or fsdp2. python: interpreter of its environment. dp follows from ranks.
+
+    vocab_multiple: rows to which Megatron pads the vocabulary, before tp; null: 128 (its default), times tp.
+    pipeline: layers of each virtual stage. optimizer: distributed or replicated (megatron).
+    """
+
+    kind: str = MISSING
+    python: str = MISSING
+    ranks: int = 4
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    pipeline: list[int] | None = None
+    order: str = "tp-cp-ep-dp-pp"
+    vocab_multiple: int | None = None
+    optimizer: str = "distributed"
+    learning_rate: float = 0.01
+    dtype: str | None = None
+    placement: PlacementConf = field(default_factory=PlacementConf)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class RolloutConf:
+    """The rollout side: `engines` servers of tp * pp workers. kind: sglang or vllm.
+
+    start_seconds: until a server must be ready. pipeline: layers of each stage; null: the engine's own rule. host: address to
+    bind to; auto: the node's. options: more fields of the server's spec (integrations/<kind>/launch.py, ServerSpec).
+    arguments: more of the server's own command-line arguments.
+    """
+
+    kind: str = MISSING
+    python: str = MISSING
+    engines: int = 1
+    tp: int = 1
+    pp: int = 1
+    attn_dp: int = 1
+    moe_ep: int = 1
+    pipeline: list[int] | None = None
+    device: str = "cpu"
+    dtype: str | None = None
+    host: str = "127.0.0.1"
+    start_seconds: float = 300.0
+    options: dict[str, Any] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+    placement: PlacementConf = field(default_factory=PlacementConf)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class ModelConf:
+    """path: a HF checkpoint folder; null: make a tiny random one of `kind` and `dtype` with `sizes` on the spot."""
+
+    path: str | None = None
+    kind: str = "qwen3_moe"
+    seed: int = 0
+    dtype: str = "bfloat16"
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class RayConf:
+    """address: of a running cluster ("auto", "host:port"); null starts Ray on this machine with `num_cpus` logical CPUs."""
+
+    address: str | None = None
+    num_cpus: int = 32
+
+
+@dataclass(kw_only=True)
+class JobConf:
+    """The stand-alone job of train.py: rounds of {optimizer steps, sync, generate, check}."""
+
+    weight_sync: Any = None
+    trainer: TrainerConf = field(default_factory=TrainerConf)
+    rollout: RolloutConf = field(default_factory=RolloutConf)
+    model: ModelConf = field(default_factory=ModelConf)
+    ray: RayConf = field(default_factory=RayConf)
+    rounds: int = 3
+    steps_per_round: int = 1
+    prompts: list[list[int]] = field(default_factory=lambda: [[3, 14, 15, 92, 65], [27, 18, 28, 182]])
+    max_new_tokens: int = 16
+    check_tokens: bool = True
+    output_dir: str = "outputs"
+
+
+def register_schemas() -> None:
+    """Put the schemas into Hydra's ConfigStore, under the names that the YAML files extend."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(name="job_schema", node=JobConf)
+    store.store(group="weight_sync", name="schema", node=SyncConf)
+    store.store(group="trainer", name="schema", node=TrainerConf)
+    store.store(group="rollout", name="schema", node=RolloutConf)
+    store.store(group="model", name="schema", node=ModelConf)
+
+
+def strategies() -> list[str]:
+    """Names that +weight_sync= accepts."""
+    return sorted(p.name[:-5] for p in _files("weight_sync") if p.name.endswith(".yaml") and not p.name.startswith("_"))
+
+
+def job_from(cfg: Any) -> JobConf:
+    """The composed Hydra config as a JobConf. Raises ConfigError for what composition cannot see."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    node = OmegaConf.select(cfg, "weight_sync")
+    if node is None:
+        raise ConfigError(f"no strategy chosen: add +weight_sync=NAME; there are {', '.join(strategies())}")
+    if isinstance(node, str):
+        raise ConfigError(
+            f"weight_sync is the plain string {node!r}, not a config group: Hydra did not find the group on its search path, "
+            f"or ++ was used where + is meant. Use +weight_sync=NAME with one of {', '.join(strategies())}; from another "
+            "program add hydra.searchpath=[pkg://weight_sync_conf]"
+        )
+    try:
+        OmegaConf.resolve(cfg)
+        sync = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SyncConf), node))
+        job = cast("JobConf", OmegaConf.to_object(cfg))
+        if not isinstance(job, JobConf):
+            raise ConfigError("the job's config was composed without its schema; is train.yaml the primary config?")
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"config: {str(error).splitlines()[0]} (at {getattr(error, 'full_key', None)})") from None
+    job.weight_sync = sync
+    return job
+
+
+def check_job(job: JobConf) -> None:
+    """What types cannot say. Raises ConfigError naming the key, its value and the legal ones."""
+    for key, value, legal in (
+        ("trainer.kind", job.trainer.kind, ("megatron", "fsdp2")),
+        ("rollout.kind", job.rollout.kind, ("sglang", "vllm")),
+        ("trainer.optimizer", job.trainer.optimizer, ("distributed", "replicated")),
+        ("rollout.device", job.rollout.device, ("cpu", "cuda")),
+    ):
+        if value not in legal:
+            raise ConfigError(f"{key}={value!r}: must be one of {', '.join(legal)}")
+    for key, number in (
+        ("rounds", job.rounds),
+        ("max_new_tokens", job.max_new_tokens),
+        ("rollout.engines", job.rollout.engines),
+    ):
+        if number < 1:
+            raise ConfigError(f"{key}={number}: must be at least 1")
+    if job.trainer.kind == "fsdp2":
+        cut = {a: getattr(job.trainer, a) for a in ("tp", "pp", "vpp", "ep", "etp", "cp") if getattr(job.trainer, a) != 1}
+        if cut:
+            raise ConfigError(
+                f"trainer=fsdp2 cuts parameters over dp only; remove {listed(f'{k}={v}' for k, v in cut.items())}"
+            )
+    if not job.prompts or any(not prompt for prompt in job.prompts):
+        raise ConfigError("prompts: at least one, and none empty")
+
+
+def _files(*folder: str) -> list[Any]:
+    root = resources.files("weight_sync_conf").joinpath(*folder)
+    return [item for item in root.iterdir() if item.is_file()] if root.is_dir() else []
+
+
+def _read(kind: str, name: str) -> Mapping[str, Any]:
+    import yaml
+
+    known = sorted(p.name[:-5] for p in _files("weight_sync", kind) if p.name.endswith(".yaml"))
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        text = path.read_text()
+    elif name in known:
+        text = resources.files("weight_sync_conf").joinpath("weight_sync", kind, f"{name}.yaml").read_text()
+    else:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise FamilyError(f"unknown {kind} {name!r}: there are {', '.join(known)}, or give the path of a YAML file{hint}")
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise FamilyError(f"{kind} {name}: not readable as YAML: {error}") from None
+    if not isinstance(data, Mapping):
+        raise FamilyError(f"{kind} {name}: must be a mapping, is {type(data).__name__}")
+    return cast("Mapping[str, Any]", data)
+
+
+@lru_cache(maxsize=64)
+def family_yaml(name: str) -> dict[str, Any]:
+    """The merged YAML of a family: its name, or the path of a YAML file (which may extend shipped ones)."""
+    return merged(name, lambda item: _read("family", item))
+
+
+@lru_cache(maxsize=16)
+def engine_yaml(name: str) -> dict[str, Any]:
+    """The merged YAML of an engine's conventions."""
+    return merged(name, lambda item: _read("engine", item))
+
+
+def family_for(config: Mapping[str, Any]) -> str:
+    """The family whose `architectures` holds the HF config's architecture, by exact name. Raises FamilyError for none or two."""
+    wanted = set(cast("list[str]", config.get("architectures") or []))
+    known: dict[str, list[str]] = {}
+    for item in _files("weight_sync", "family"):
+        if item.name.endswith(".yaml"):
+            name = item.name[:-5]
+            for architecture in family_yaml(name).get("architectures", []):
+                known.setdefault(architecture, []).append(name)
+    found = sorted({name for architecture in wanted for name in known.get(architecture, [])})
+    if len(found) != 1:
+        raise FamilyError(
+            f"family: auto finds {found or 'no family'} for architectures={sorted(wanted)}; declared are "
+            f"{listed(sorted(known), 40)}. Set weight_sync.family to a name or to a YAML file of your own"
+        )
+    return found[0]

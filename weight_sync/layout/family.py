@@ -1,0 +1,338 @@
+"""Model families and engine conventions: YAML files into frozen values.
+
+A family file declares a model's HF tensors and how Megatron-Core ("mcore") and transformers hold them; a convention file
+(one for each engine) declares how an engine fuses and stacks them. Both may `extends` others of their kind: mappings merge by
+key, null removes. Sizes come from the HF config, never from the YAML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from weight_sync.errors import FamilyError, listed
+from weight_sync.ids import ITEMSIZE
+from weight_sync.layout.catalog import Catalog, Pattern, placeholders
+from weight_sync.layout.expr import evaluate
+from weight_sync.layout.rules import Drop, Frozen, ParamRule, Rule, sources
+
+T = TypeVar("T", bound=Frozen)
+
+LoadYaml = Callable[[str], Mapping[str, Any]]
+"""Name -> parsed YAML of a family or convention; raises FamilyError listing the known names when there is none."""
+
+
+class LayerSet(Frozen):
+    """Which decoder layers a tensor exists in.
+
+    first/until: expressions for the range [first, until). every: an HF config key; only layers l with (l + 1) % value == 0.
+    except_: an HF config key holding a list of layers to leave out. invert: the complement within all layers.
+    """
+
+    first: str | int = 0
+    until: str | int | None = None
+    every: str | None = None
+    except_: str | None = Field(default=None, alias="except")
+    invert: bool = False
+
+
+class Tensor(Frozen):
+    """One HF tensor template. shape: expressions. layers: a layer set's name (templates with {l}). when: see rules."""
+
+    shape: tuple[str | int, ...]
+    layers: str = "all"
+    dtype: str | None = None
+    when: str | None = None
+
+
+class FamilyFile(Frozen):
+    """What a merged family file must hold; see the module docstring of `rules` for the rules themselves."""
+
+    name: str
+    architectures: tuple[str, ...]
+    config: dict[str, str]
+    defaults: dict[str, str | int] = Field(default_factory=dict)
+    derived: dict[str, str | int] = Field(default_factory=dict)
+    layer_sets: dict[str, LayerSet] = Field(default_factory=dict)
+    tensors: dict[str, Tensor]
+    mcore: dict[str, Rule] = Field(default_factory=dict)
+
+
+class ConventionFile(Frozen):
+    """How one engine holds HF tensors: rules that apply wherever a family has the tensors they speak of.
+
+    remainder: see EngineDims. defaults: symbols the rules use, with the engine's own value.
+    """
+
+    name: str
+    remainder: str = "inner"
+    defaults: dict[str, str | int] = Field(default_factory=dict)
+    rules: dict[str, Rule]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A family applied to one HF config: concrete sizes and the catalog of HF tensors."""
+
+    family: FamilyFile
+    symbols: Mapping[str, int]
+    catalog: Catalog
+    layers: int
+    layer_sets: Mapping[str, tuple[int, ...]]
+    dtype: str
+    absent: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """Rules of one side, ready to resolve. origin: "family qwen3, mcore" or "engine sglang", for errors."""
+
+    origin: str
+    rules: Mapping[str, ParamRule | Drop]
+    defaults: Mapping[str, str | int] = field(default_factory=dict[str, str | int])
+    shared: bool = False
+    """True for engine files: a rule whose tensors the family does not have is simply not used."""
+
+
+def merged(name: str, load: LoadYaml, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The YAML of `name` with everything it extends merged in, parents first."""
+    if name in seen:
+        raise FamilyError(f"{' -> '.join((*seen, name))}: a family cannot extend itself")
+    data = _mapping(load(name), name)
+    result: dict[str, Any] = {}
+    for parent in _names(data.pop("extends", None), f"{name}: extends"):
+        result = _merge(result, merged(parent, load, (*seen, name)))
+    return _merge(result, data)
+
+
+def _mapping(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise FamilyError(f"{where}: the file must hold a mapping, not {_short(value)}")
+    return dict(cast("Mapping[str, Any]", value))
+
+
+def _names(value: object, where: str) -> list[str]:
+    items = cast("list[object]", value) if isinstance(value, list) else None
+    if value is not None and (items is None or not all(isinstance(item, str) for item in items)):
+        raise FamilyError(f"{where} must be a list of names, got {_short(value)}")
+    return cast("list[str]", items or [])
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(old, Mapping) and isinstance(value, Mapping) and "rule" not in value and "shape" not in value:
+            result[key] = _merge(cast("Mapping[str, Any]", old), cast("Mapping[str, Any]", value))
+        else:
+            result[key] = value
+    return result
+
+
+def load_family(name: str, load: LoadYaml) -> FamilyFile:
+    return _parse(FamilyFile, merged(name, load), f"family {name}")
+
+
+def parse_family(data: Mapping[str, Any]) -> FamilyFile:
+    """A family from YAML that `merged` has already put together."""
+    return _parse(FamilyFile, data, f"family {data.get('name')}")
+
+
+def load_convention(name: str, load: LoadYaml) -> ConventionFile:
+    return _parse(ConventionFile, merged(name, load), f"engine {name}")
+
+
+def parse_convention(data: Mapping[str, Any]) -> ConventionFile:
+    return _parse(ConventionFile, data, f"engine {data.get('name')}")
+
+
+def _parse(kind: type[T], data: Mapping[str, Any], where: str) -> T:
+    try:
+        return TypeAdapter(kind).validate_python(_tuples(data))
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {_short(e['input'])})" for e in error.errors()]
+        raise FamilyError(f"{where}: {listed(problems)}") from None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 160 else text[:160] + "..."
+
+
+def _tuples(value: Any) -> Any:
+    """Lists become tuples, as the frozen schemas want them."""
+    if isinstance(value, Mapping):
+        return {k: _tuples(v) for k, v in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in cast("list[Any]", value))
+    return value
+
+
+def apply(family: FamilyFile, config: Mapping[str, Any]) -> Model:
+    """Put an HF config's sizes into a family.
+
+    Raises FamilyError when the config's architecture is another one, lacks a key that the family needs, or has sizes that
+    are no sizes (below 1).
+    """
+    architectures = cast("Sequence[str]", config.get("architectures") or [])
+    if not set(architectures) & set(family.architectures):
+        raise FamilyError(
+            f"family {family.name} is for {', '.join(family.architectures)}, "
+            f"but the HF config says architectures={list(architectures)}"
+        )
+    symbols: dict[str, int] = {}
+    for symbol, key in family.config.items():
+        value = next((found for k in key.split(" or ") if (found := lookup(config, k)) is not None), None)
+        if value is None and symbol in family.defaults:
+            value = evaluate(family.defaults[symbol], symbols, f"family {family.name}, defaults.{symbol}")
+        if not isinstance(value, int | bool):
+            raise FamilyError(f"family {family.name}: the HF config has {key}={value!r}; {symbol} needs an integer")
+        symbols[symbol] = int(value)
+    for symbol, text in family.derived.items():
+        symbols[symbol] = evaluate(text, symbols, f"family {family.name}, derived.{symbol}")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    layers = symbols.get("layers", 0)
+    sets = {name: _layers(name, family, symbols, config, layers) for name in family.layer_sets}
+    sets["all"] = tuple(range(layers))
+    patterns: list[Pattern] = []
+    absent: set[str] = set()
+    for template, tensor in family.tensors.items():
+        where = f"family {family.name}, tensors.{template}"
+        if unknown := placeholders(template) - {"l", "e"}:
+            raise FamilyError(f"{where}: an HF name has {{l}} and {{e}} only, not {listed(sorted(unknown))}")
+        if tensor.when is not None and not evaluate(tensor.when, symbols, where):
+            absent.add(template)
+            continue
+        if tensor.layers not in sets:
+            raise FamilyError(f"{where}: layers: {tensor.layers!r} is not a layer set; known: {', '.join(sets)}")
+        if "{l}" in template and layers < 1:
+            raise FamilyError(f"{where}: the model has layers={layers}; a tensor with {{l}} needs at least 1")
+        chosen = sets[tensor.layers] if "{l}" in template else None
+        if chosen == ():
+            absent.add(template)
+            continue
+        shape = tuple(evaluate(item, symbols, where) for item in tensor.shape)
+        if any(size < 1 for size in shape):
+            raise FamilyError(f"{where}: shape {list(tensor.shape)} is {list(shape)}; every size must be at least 1")
+        experts = symbols.get("experts", 0) if "{e}" in template else 0
+        if "{e}" in template and experts < 1:
+            raise FamilyError(f"{where}: the model has experts={experts}; a tensor with {{e}} needs at least 1")
+        if (tensor.dtype or dtype) not in ITEMSIZE:
+            raise FamilyError(f"{where}: unknown dtype {tensor.dtype or dtype!r}; known: {', '.join(ITEMSIZE)}")
+        patterns.append(Pattern(template, shape, tensor.dtype or dtype, chosen, experts))
+    catalog = Catalog(tuple(patterns))
+    if len(catalog.ids) != len(catalog):
+        raise FamilyError(f"family {family.name}: two tensor templates give the same HF name: {listed(catalog.doubled())}")
+    return Model(family, symbols, catalog, layers, sets, dtype, frozenset(absent))
+
+
+def lookup(config: Mapping[str, Any], key: str) -> Any:
+    """A dotted key of an HF config, or None."""
+    value: Any = config
+    for step in key.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = cast("Mapping[str, Any]", value).get(step)
+    return value
+
+
+def _numbers(value: object, where: str) -> set[int]:
+    items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else None
+    if value is not None and (items is None or not all(isinstance(n, int) for n in items)):
+        raise FamilyError(f"{where} of the HF config must be a list of layers, got {_short(value)}")
+    return set(cast("Sequence[int]", items or []))
+
+
+def _layers(
+    name: str, family: FamilyFile, symbols: Mapping[str, int], config: Mapping[str, Any], count: int
+) -> tuple[int, ...]:
+    rule = family.layer_sets[name]
+    where = f"family {family.name}, layer_sets.{name}"
+    first = evaluate(rule.first, symbols, where)
+    until = count if rule.until is None else evaluate(rule.until, symbols, where)
+    every: object = 1 if rule.every is None else lookup(config, rule.every)
+    every = 1 if every is None else every
+    if not isinstance(every, int) or every < 1:
+        raise FamilyError(f"{where}: the HF config has {rule.every}={every!r}; a step must be an integer of at least 1")
+    left_out = _numbers(lookup(config, rule.except_), f"{where}: {rule.except_}") if rule.except_ else set[int]()
+    chosen = {n for n in range(first, min(until, count)) if (n + 1) % every == 0 and n not in left_out}
+    return tuple(n for n in range(count) if (n in chosen) != rule.invert)
+
+
+def mcore_convention(family: FamilyFile) -> Convention:
+    """The trainer side as Megatron-Core holds it."""
+    if not family.mcore:
+        raise FamilyError(f"family {family.name} declares no mcore rules: it cannot be synced from a Megatron trainer")
+    return Convention(f"family {family.name}, mcore", family.mcore)
+
+
+def engine_convention(file: ConventionFile) -> Convention:
+    return Convention(f"engine {file.name}", file.rules, file.defaults, shared=True)
+
+
+def active_rules(model: Model, convention: Convention, symbols: Mapping[str, int]) -> dict[str, ParamRule | Drop]:
+    """The rules that apply to this model and these parallel sizes; every problem with them is an error.
+
+    A rule speaks of HF templates by their exact text. It must match all of them or (engine files only, or tensors absent from
+    this config) none. Every tensor must be spoken of, and by one non-tie rule only.
+    """
+    known = model.catalog.by_template
+    active: dict[str, ParamRule | Drop] = {}
+    spoken: dict[str, list[tuple[str, frozenset[int]]]] = {}
+    for label, rule in convention.rules.items():
+        where = f"{convention.origin}, rule {label}"
+        names = [part.hf for part in sources(rule)]
+        missing = [name for name in names if name not in known]
+        if len(missing) == len(names) and (convention.shared or all(name in model.absent for name in missing)):
+            continue
+        if missing:
+            what = "matches nothing" if len(missing) == len(names) else "matches only some of its tensors"
+            raise FamilyError(f"{where} {what}: the model has no {listed(missing)}; it has {listed(known, 40)}")
+        if rule.when is not None and not evaluate(rule.when, symbols, where):
+            continue
+        chosen = rule_layers(model, rule, where)
+        if chosen == ():
+            continue
+        active[label] = rule
+        if rule.rule != "tie":
+            for name in names:
+                spoken.setdefault(name, []).append((label, frozenset(chosen if chosen is not None else (-1,))))
+    for name, claims in spoken.items():
+        for i, (label, layers) in enumerate(claims):
+            for other, others in claims[i + 1 :]:
+                if layers & others:
+                    raise FamilyError(f"{convention.origin}: {name} is placed by two rules, {label} and {other}")
+    left: list[str] = []
+    for name, index in known.items():
+        wanted = model.catalog.patterns[index].layers
+        covered = {layer for _, layers in spoken.get(name, []) for layer in layers}
+        uncovered = sorted(set((-1,) if wanted is None else wanted) - covered)
+        if uncovered:
+            left.append(name if wanted is None or not covered else f"{name} in layers {listed(uncovered)}")
+    if left:
+        raise FamilyError(
+            f"{convention.origin}: no rule for {listed(left)}; add one, or a drop rule with the reason why this side "
+            "does not hold it"
+        )
+    return active
+
+
+def rule_layers(model: Model, rule: ParamRule | Drop, where: str) -> tuple[int, ...] | None:
+    """The global layers a rule applies to, or None for a rule without {l}."""
+    patterns = [model.catalog.patterns[model.catalog.by_template[part.hf]] for part in sources(rule)]
+    if len({(p.layers, p.experts, p.dtype) for p in patterns}) > 1:
+        raise FamilyError(f"{where}: its tensors differ in layers, experts or dtype: {[p.template for p in patterns]}")
+    layers = patterns[0].layers
+    if rule.layers is None:
+        return layers
+    if layers is None:
+        raise FamilyError(f"{where}: layers: {rule.layers!r}, but its tensors have no {{l}}")
+    if rule.layers not in model.layer_sets:
+        raise FamilyError(f"{where}: layers: {rule.layers!r} is not a layer set; known: {', '.join(model.layer_sets)}")
+    chosen = set(model.layer_sets[rule.layers])
+    return tuple(layer for layer in layers if layer in chosen)

@@ -1,0 +1,259 @@
+"""Rules + parallel dims -> Layout.
+
+Every rule is worked out once for a rank's coordinates, for one layer and one expert (pieces.py); layers and experts are then
+filled in as arithmetic on columns, and ranks that hold the same share the result. So the cost grows with the number of
+parameters, not with Python objects for each shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from weight_sync.errors import FamilyError, ParallelError, listed
+from weight_sync.layout.catalog import Catalog, Pattern, fill
+from weight_sync.layout.check import check_rule
+from weight_sync.layout.expr import evaluate
+from weight_sync.layout.family import Convention, Model, active_rules, rule_layers
+from weight_sync.layout.parallel import Dims
+from weight_sync.layout.pieces import Cutter, Local
+from weight_sync.layout.placement import Own, Replicate, Split
+from weight_sync.layout.rules import Drop, ParamRule, Stack, Unstack, sources
+from weight_sync.layout.table import Ints, Layout, Param
+
+_Held = tuple[int | None, int, int]
+"""(model chunk or None, stage-local layer index, global layer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The parameters and shards that one rule gives on all ranks with the same share. param: counted within the block."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    filling: int
+    tensor: Ints
+    param: Ints
+    offset: Ints
+    box: Ints
+    start: Ints
+    strides: Ints
+
+
+def symbols_of(model: Model, convention: Convention, dims: Dims, side: str, symbols: Mapping[str, int]) -> dict[str, int]:
+    """Every name that the rules of one side may use. A convention's defaults give way to the model's own sizes."""
+    if clash := sorted(set(model.symbols) & set(dims.sizes)):
+        raise FamilyError(
+            f"family {model.family.name}: {listed(clash)} is a size of the model and a parallel axis of the {side}; "
+            "rename the family's symbol"
+        )
+    names: dict[str, int] = {**model.symbols, **dims.sizes, **symbols}
+    for symbol, text in convention.defaults.items():
+        if symbol not in names:
+            names[symbol] = evaluate(text, names, f"{convention.origin}, defaults.{symbol}")
+    return names
+
+
+def dropped_names(model: Model, convention: Convention, dims: Dims, side: str, **symbols: int) -> tuple[str, ...]:
+    """The HF names that this side declares it does not hold: what prove_exact_once wants as `dropped`."""
+    names = symbols_of(model, convention, dims, side, symbols)
+    result: list[str] = []
+    for label, rule in active_rules(model, convention, names).items():
+        if isinstance(rule, Drop):
+            layers = rule_layers(model, rule, f"{convention.origin}, rule {label}")
+            experts = model.catalog.patterns[model.catalog.by_template[rule.hf]].experts
+            result += (fill(rule.hf, l=l, e=e) for l in (layers or (0,)) for e in range(max(experts, 1)))  # noqa: E741
+    return tuple(result)
+
+
+def resolve(model: Model, convention: Convention, dims: Dims, side: str, **symbols: int) -> Layout:
+    """The layout of one side.
+
+    symbols: extra names that rules may use (vocab_multiple, say). Raises FamilyError for rules that do not match the model and
+    ParallelError for sizes that do not divide it, before anything else happens.
+    """
+    names = symbols_of(model, convention, dims, side, symbols)
+    rules = {label: rule for label, rule in active_rules(model, convention, names).items() if not isinstance(rule, Drop)}
+    worker = _Resolver(model, convention, dims, side, names, Cutter(model.catalog, names, dims.sizes, side))
+    for label, rule in rules.items():
+        check_rule(rule, worker.where(label), model.catalog, names, dims.coords(0))
+    params: list[Param] = []
+    blocks: list[_Block] = []
+    firsts: list[int] = []
+    for rank in range(dims.world):
+        coords = dims.coords(rank)
+        mine = [(label, block) for label, rule in rules.items() if (block := worker.block(coords, label, rule)) is not None]
+        _distinct(side, rank, mine)
+        for _, block in mine:
+            blocks.append(block)
+            firsts.append(len(params))
+            params += [Param(rank, name, block.shape, block.dtype, block.filling) for name in block.names]
+    d = model.catalog.ndim
+    if not blocks:
+        none, wide = np.zeros(0, np.int64), np.zeros((0, d), np.int64)
+        return Layout(side, dims.world, model.catalog, (), none, none, wide, wide, none, wide)
+    return Layout(
+        side,
+        dims.world,
+        model.catalog,
+        tuple(params),
+        tensor=np.concatenate([b.tensor for b in blocks]),
+        param=np.concatenate([b.param + first for b, first in zip(blocks, firsts, strict=True)]),
+        offset=np.concatenate([b.offset for b in blocks]),
+        shape=np.concatenate([b.box for b in blocks]),
+        start=np.concatenate([b.start for b in blocks]),
+        strides=np.concatenate([b.strides for b in blocks]),
+    )
+
+
+def _distinct(side: str, rank: int, blocks: list[tuple[str, _Block]]) -> None:
+    """Raise FamilyError when two rules (or one rule twice) give a parameter of the same name."""
+    if len({name for _, b in blocks for name in b.names}) == sum(len(b.names) for _, b in blocks):
+        return
+    giver: dict[str, str] = {}
+    for label, block in blocks:
+        for name in block.names:
+            if name in giver:
+                raise FamilyError(f"{side} rank {rank}: two rules make the parameter {name}: {giver[name]} and {label}")
+            giver[name] = label
+
+
+@dataclass(slots=True)
+class _Resolver:
+    model: Model
+    convention: Convention
+    dims: Dims
+    side: str
+    names: Mapping[str, int]
+    cutter: Cutter
+    locals: dict[tuple[str, tuple[int, ...]], Local] = field(default_factory=dict[tuple[str, tuple[int, ...]], Local])
+    blocks: dict[tuple[str, tuple[int, ...], int, range], _Block | None] = field(
+        default_factory=dict[tuple[str, tuple[int, ...], int, range], _Block | None]
+    )
+
+    def where(self, label: str) -> str:
+        return f"{self.convention.origin}, rule {label}"
+
+    def block(self, coords: Mapping[str, int], label: str, rule: ParamRule) -> _Block | None:
+        """What one rule gives on the ranks with these coordinates; None when they hold nothing of it."""
+        pattern = self.model.catalog.patterns[self.model.catalog.by_template[sources(rule)[0].hf]]
+        experts = self._experts(rule, pattern, coords, self.where(label))
+        split = tuple(coords[axis] for axis, placement in rule.place.items() if isinstance(placement, Split))
+        key = (label, split, coords["pp"], experts)
+        if key not in self.blocks:
+            held = self._held(rule, coords, self.where(label))
+            self.blocks[key] = self._filled(label, rule, pattern, coords, split, held, experts) if held else None
+        return self.blocks[key]
+
+    def _filled(
+        self,
+        label: str,
+        rule: ParamRule,
+        pattern: Pattern,
+        coords: Mapping[str, int],
+        split: tuple[int, ...],
+        held: list[_Held],
+        experts: range,
+    ) -> _Block:
+        local = self.locals.get((label, split))
+        if local is None:
+            local = self.locals[label, split] = self.cutter.local(rule, coords, self.where(label))
+        stacked = isinstance(rule, Stack)
+        names = tuple(
+            (f"vp{chunk}." if chunk is not None else "") + fill(rule.param, l=layer, n=n, e=expert, i=i)
+            for chunk, n, layer in held
+            for i, expert in enumerate(experts[:1] if stacked else experts)
+        )
+        columns = _columns(self.model.catalog, rule, local, held, experts)
+        copies = len(experts) if stacked else 1
+        shape = (copies, *local.shape) if stacked else local.shape
+        return _Block(names, shape, rule.dtype or pattern.dtype, local.filling * copies, *columns)
+
+    def _held(self, rule: ParamRule, coords: Mapping[str, int], where: str) -> list[_Held]:
+        """Every layer of the rule that these ranks have; for a rule without layers, each chunk that holds it."""
+        layers = rule_layers(self.model, rule, where)
+        placement = rule.place.get("pp", Own("l") if layers is not None else Replicate())
+        pp, stages = coords["pp"], self.dims.sizes["pp"]
+        chunks = self.dims.stage_layers(self.model.layers, pp)
+        many = len(chunks) > 1
+        if layers is not None:
+            if placement != Own("l"):
+                raise FamilyError(f"{where}: a rule over {{l}} must own layers over pp, not {placement}")
+            wanted = set(layers)
+            return [
+                (chunk if many else None, n, layer)
+                for chunk, members in enumerate(chunks)
+                for n, layer in enumerate(members)
+                if layer in wanted
+            ]
+        first, last = [0] if pp == 0 else [], [len(chunks) - 1] if pp == stages - 1 else []
+        match placement:
+            case Replicate():
+                holders = [0]
+            case Own("first"):
+                holders = first
+            case Own("last"):
+                holders = last
+            case Own("ends"):
+                holders = sorted({*first, *last})
+            case _:
+                raise FamilyError(f"{where}: placement {placement} over pp needs {{l}} in the template")
+        return [(chunk if many else None, 0, 0) for chunk in holders]
+
+    def _experts(self, rule: ParamRule, pattern: Pattern, coords: Mapping[str, int], where: str) -> range:
+        """Global experts these ranks have; range(1) for rules without experts."""
+        count = evaluate(rule.experts, self.names, where) if isinstance(rule, Unstack) else pattern.experts
+        if not count:
+            return range(1)
+        owner = next((axis for axis, placement in rule.place.items() if placement == Own("e")), None)
+        if owner is None:
+            return range(count)
+        ranks = self.dims.sizes[owner]
+        if count % ranks:
+            legal = [n for n in range(1, count + 1) if count % n == 0]
+            raise ParallelError(f"{where}: {count} experts do not divide over {owner}={ranks}; legal sizes: {legal}")
+        each = count // ranks
+        return range(coords[owner] * each, (coords[owner] + 1) * each)
+
+
+def _columns(
+    catalog: Catalog, rule: ParamRule, local: Local, held: list[_Held], experts: range
+) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
+    """(tensor, param, offset, shape, start, strides) over (layer, expert, piece), flat."""
+    d = catalog.ndim
+    stacked = isinstance(rule, Stack)
+    grid = (len(held), len(experts), len(local.pieces))
+    expert_of = np.arange(experts.start, experts.stop, dtype=np.int64)
+    tensor = np.empty(grid, np.int64)
+    offset = np.zeros((*grid, d), np.int64)
+    shape = np.ones((*grid, d), np.int64)
+    strides = np.zeros((*grid, d), np.int64)
+    start = np.empty(grid, np.int64)
+    for j, piece in enumerate(local.pieces):
+        index = catalog.by_template[piece.template]
+        pattern = catalog.patterns[index]
+        position = np.zeros(len(held), np.int64)
+        if pattern.layers is not None:
+            position = np.searchsorted(np.asarray(pattern.layers), [layer for _, _, layer in held])
+        base = catalog.first[index] + position[:, None] * max(pattern.experts, 1)
+        tensor[:, :, j] = base + (expert_of if pattern.experts else 0)
+        n = len(piece.box.shape)
+        offset[:, :, j, :n] = piece.box.offset
+        shape[:, :, j, :n] = piece.box.shape
+        strides[:, :, j, :n] = piece.strides
+        start[:, :, j] = piece.start
+        if isinstance(rule, Unstack):
+            offset[:, :, j, 0] = expert_of
+    # A shard's parameter differs by layer, and by expert unless the experts are stacked in it.
+    layer_of = np.arange(len(held), dtype=np.int64)[:, None, None]
+    nth_expert = np.arange(len(experts), dtype=np.int64)[:, None]
+    if stacked:
+        start += nth_expert * prod(local.shape)
+        param = np.broadcast_to(layer_of, grid)
+    else:
+        param = np.broadcast_to(layer_of * len(experts) + nth_expert, grid)
+    return tensor.ravel(), param.ravel(), offset.reshape(-1, d), shape.reshape(-1, d), start.ravel(), strides.reshape(-1, d)

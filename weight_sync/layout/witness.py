@@ -1,0 +1,79 @@
+"""Two witnesses: the declared layout against the one recorded from the engine's own loader.
+
+They must place every element of every HF tensor alike. They need not cut it into the same boxes: the loader may copy expert by
+expert what the rules place at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weight_sync.errors import BindError, listed
+from weight_sync.layout.box import Box
+from weight_sync.layout.table import Layout, Shard
+
+
+def agree(declared: Layout, rank: int, recorded: Iterable[Mapping[str, Any]], unexplained: Mapping[str, str]) -> None:
+    """Raise BindError, naming tensor, rank and both boxes, unless the recording of one rank equals the declared layout.
+
+    recorded: shards as Layout.rank_to_json writes them. unexplained: HF name -> operation the recorder could not express.
+    """
+    problems = [
+        f"{name}: the loader applies {operation}, which is no move of elements" for name, operation in unexplained.items()
+    ]
+    said: dict[tuple[str, str], list[Shard]] = {}
+    for shard in declared.rank_shards(rank):
+        said.setdefault((shard.param, shard.tensor), []).append(shard)
+    seen: dict[tuple[str, str], list[Shard]] = {}
+    for item in recorded:
+        box = Box(tuple(item["offset"]), tuple(item["shape"]))
+        shard = Shard(item["tensor"], box, item["param"], item["start"], tuple(item["strides"]))
+        seen.setdefault((shard.param, shard.tensor), []).append(shard)
+    for key in sorted(said.keys() | seen.keys()):
+        param, tensor = key
+        if tensor in unexplained:
+            continue
+        a, b = said.get(key, []), seen.get(key, [])
+        if not a or not b:
+            where, boxes = ("recorded", b) if not a else ("declared", a)
+            problems.append(f"{tensor} -> {param}: only {where}, {listed(s.box for s in boxes)}")
+        elif reason := _differ(a, b):
+            problems.append(f"{tensor} -> {param}: {reason}")
+    if problems:
+        raise BindError(
+            f"rollout rank {rank}: the declared layout is not what the engine's own loader does: {listed(problems)}"
+        )
+
+
+def _differ(declared: list[Shard], recorded: list[Shard]) -> str | None:
+    """Why two lists of shards of one tensor in one parameter place elements differently, or None."""
+    for a in declared:
+        covered = 0
+        for b in recorded:
+            common = a.box.intersect(b.box)
+            if common is None:
+                continue
+            covered += common.volume
+            for corner in (common.offset, tuple(e - 1 for e in common.end)):
+                if _element(a, corner) != _element(b, corner):
+                    return _both(a, b)
+            if any(x != y and n > 1 for x, y, n in zip(a.strides, b.strides, common.shape, strict=True)):
+                return _both(a, b)
+        if covered != a.box.volume:
+            return f"declared {a.box}, of which {covered} of {a.box.volume} elements were recorded"
+    extra = sum(b.box.volume for b in recorded) - sum(a.box.volume for a in declared)
+    if extra:
+        return f"recorded {listed(b.box for b in recorded)}, {extra} elements more than declared"
+    return None
+
+
+def _element(shard: Shard, index: tuple[int, ...]) -> int:
+    return shard.start + sum((i - o) * s for i, o, s in zip(index, shard.box.offset, shard.strides, strict=True))
+
+
+def _both(a: Shard, b: Shard) -> str:
+    return (
+        f"declared {a.box} at element {a.start} with strides {list(a.strides)}, "
+        f"recorded {b.box} at element {b.start} with strides {list(b.strides)}"
+    )

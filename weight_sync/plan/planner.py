@@ -1,0 +1,182 @@
+"""The planner: intersect the trainer's boxes with the rollout's boxes, then choose who sends.
+
+Both sides' shards are reduced to distinct boxes first (replicas share them), distinct boxes are joined tensor by tensor in
+numpy, and the result is spread over all destination shards again. Equal inputs give equal plans on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+
+import numpy as np
+
+from weight_sync.errors import PlanError, listed
+from weight_sync.ids import ITEMSIZE
+from weight_sync.layout.table import Ints, Layout
+from weight_sync.plan.boxes import Boxes, Holders, distinct_boxes, holders
+from weight_sync.plan.plan import Plan, same_inputs
+
+
+def make_plan(source: Layout, target: Layout, source_hosts: Sequence[str] = (), target_hosts: Sequence[str] = ()) -> Plan:
+    """Plan the transfers from `source` (trainer) to `target` (rollout).
+
+    *_hosts: the host of every rank, or empty when unknown. Of the ranks that hold a box, one on the destination's host is
+    preferred, then the one with the fewest bytes to send so far, then the lowest rank. Raises PlanError when a destination
+    element has no source, or when dtypes differ.
+    """
+    same_inputs(source, target)
+    _same_dtypes(source, target)
+    held, dst = holders(source, distinct_boxes(source)), distinct_boxes(target)
+    pair_dst, pair_src, low, size = _join(held.boxes, dst)
+    _covered(target, dst, pair_dst, size)
+
+    # Spread pairs (sorted by distinct destination box) over every destination shard that has that box.
+    first = np.searchsorted(pair_dst, np.arange(len(dst.tensor) + 1))
+    count = (first[1:] - first[:-1])[dst.group]
+    shard = np.repeat(np.arange(len(target.tensor)), count)
+    pair = np.arange(len(shard)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first[:-1][dst.group], count)
+
+    hosts = _hosts(source_hosts, source.world, "trainer"), _hosts(target_hosts, target.world, "rollout")
+    nbytes = size[pair].prod(axis=1) * _itemsizes(target)[target.param[shard]]
+    row = _choose(source, target.rank[shard], pair_src[pair], held, nbytes, *hosts)
+
+    order = np.lexsort((target.start[shard], target.param[shard], source.rank[row]))
+    shard, row, pair = shard[order], row[order], pair[order]
+    offset = low[pair]
+    return Plan(
+        catalog=source.catalog,
+        source_params=source.params,
+        target_params=target.params,
+        source_world=source.world,
+        target_world=target.world,
+        source_hosts=tuple(hosts[0]),
+        target_hosts=tuple(hosts[1]),
+        tensor=target.tensor[shard],
+        offset=offset,
+        shape=size[pair],
+        source=source.param[row],
+        source_start=source.start[row] + ((offset - source.offset[row]) * source.strides[row]).sum(axis=1),
+        source_strides=source.strides[row],
+        target=target.param[shard],
+        target_start=target.start[shard] + ((offset - target.offset[shard]) * target.strides[shard]).sum(axis=1),
+        target_strides=target.strides[shard],
+    )
+
+
+def _itemsizes(layout: Layout) -> Ints:
+    return np.fromiter((ITEMSIZE[p.dtype] for p in layout.params), np.int64, len(layout.params))
+
+
+def _hosts(hosts: Sequence[str], world: int, side: str) -> list[str]:
+    if hosts and len(hosts) != world:
+        raise PlanError(f"{side} hosts: {len(hosts)} given for {world} ranks")
+    return list(hosts) or [""] * world
+
+
+def _same_dtypes(source: Layout, target: Layout) -> None:
+    """A tensor must have one dtype, everywhere on both sides; casts are declared, not guessed."""
+    names = sorted({*source.dtypes, *target.dtypes})
+    if len(names) < 2:
+        return
+    found = np.zeros((2, len(names), len(source.catalog)), np.bool_)
+    for side, layout in enumerate((source, target)):
+        index = np.asarray([names.index(d) for d in layout.dtypes], np.int64)
+        found[side, index[layout.param_dtype[layout.param]], layout.tensor] = True
+    wrong = np.flatnonzero(found.any(axis=0).sum(axis=0) > 1).tolist()
+
+    def said(side: int, tensor: int) -> str:
+        return " and ".join(names[i] for i in np.flatnonzero(found[side, :, tensor]).tolist()) or "absent"
+
+    if wrong:
+        raise PlanError(
+            "dtypes differ: "
+            + listed(f"{source.catalog.name(t)} is {said(0, t)} on the trainer, {said(1, t)} on the rollout" for t in wrong)
+            + "; give both sides one dtype, or a quantisation scheme that declares the cast"
+        )
+
+
+def _join(src: Boxes, dst: Boxes) -> tuple[Ints, Ints, Ints, Ints]:
+    """(dst box, src box, overlap offset, overlap shape) of every overlap, sorted by dst box, then by src box."""
+    low = np.searchsorted(src.tensor, dst.tensor, "left")
+    count = np.searchsorted(src.tensor, dst.tensor, "right") - low
+    pair_dst = np.repeat(np.arange(len(dst.tensor)), count)
+    pair_src = np.arange(len(pair_dst)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(low, count)
+    begin = np.maximum(src.offset[pair_src], dst.offset[pair_dst])
+    end = np.minimum(
+        src.offset[pair_src] + src.shape[pair_src],
+        dst.offset[pair_dst] + dst.shape[pair_dst],
+    )
+    keep = (end > begin).all(axis=1)
+    return pair_dst[keep], pair_src[keep], begin[keep], (end - begin)[keep]
+
+
+def _covered(target: Layout, dst: Boxes, pair_dst: Ints, size: Ints) -> None:
+    """Every destination box must be filled exactly by its overlaps (source boxes are disjoint by now)."""
+    have = np.bincount(pair_dst, weights=size.prod(axis=1), minlength=len(dst.tensor)).astype(np.int64)
+    want = dst.shape.prod(axis=1)
+    wrong = np.flatnonzero(have != want)
+    if not len(wrong):
+        return
+    shards = np.flatnonzero(np.isin(dst.group, wrong))
+    ranks = dict(zip(dst.group[shards][::-1].tolist(), target.rank[shards][::-1].tolist(), strict=True))
+    raise PlanError(
+        "destination elements without a source: "
+        + listed(
+            f"{target.catalog.name(int(dst.tensor[i]))} {dst.box(i)} on rollout rank {ranks[i]}: "
+            f"{int(have[i])} of {int(want[i])} elements are held by some trainer rank"
+            for i in wrong.tolist()
+        )
+    )
+
+
+def _choose(
+    source: Layout,
+    target_rank: Ints,
+    box: Ints,
+    held: Holders,
+    nbytes: Ints,
+    source_hosts: list[str],
+    target_hosts: list[str],
+) -> Ints:
+    """The source shard of every transfer. Boxes with one holder first, then the rest from the largest to the smallest.
+
+    Transfers whose box has the same holders (and, where hosts are known, the same destination host) share a heap of (bytes so
+    far, rank, place among the holders). Loads only grow, so an entry that is out of date is corrected when it comes up.
+    """
+    row = held.rows[held.first[box]]
+    count = held.first[box + 1] - held.first[box]
+    source_rank = source.rank
+    alone = count == 1
+    fixed: list[float] = np.bincount(source_rank[row][alone], weights=nbytes[alone], minlength=source.world).tolist()
+    load = [int(n) for n in fixed]
+    open_ = np.flatnonzero(~alone)
+    open_ = open_[np.lexsort((open_, -nbytes[open_]))]
+    ranks: list[int] = source_rank[held.rows].tolist()
+    rows: list[int] = held.rows.tolist()
+    firsts: list[int] = held.first.tolist()
+    heaps: dict[tuple[tuple[int, ...], str], list[tuple[int, int, int]]] = {}
+    heap_of: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
+    chosen: list[int] = []
+    columns = (box[open_].tolist(), nbytes[open_].tolist(), target_rank[open_].tolist())
+    for b, n, t in zip(*columns, strict=True):
+        host = target_hosts[t]
+        heap = heap_of.get((b, host))
+        if heap is None:
+            who = tuple(ranks[firsts[b] : firsts[b + 1]])
+            heap = heaps.get((who, host))
+            if heap is None:
+                options = [(load[r], r, i) for i, r in enumerate(who)]
+                near = [option for option in options if host and source_hosts[option[1]] == host]
+                heap = heaps[who, host] = near or options
+                heapify(heap)
+            heap_of[b, host] = heap
+        while heap[0][0] != load[heap[0][1]]:
+            _, rank, place = heap[0]
+            heapreplace(heap, (load[rank], rank, place))
+        _, rank, place = heap[0]
+        load[rank] += n
+        heapreplace(heap, (load[rank], rank, place))
+        chosen.append(rows[firsts[b] + place])
+    row[open_] = chosen
+    return row

@@ -1,0 +1,210 @@
+"""The two sides as the session sees them.
+
+Trainer side, in every trainer rank's process:
+
+    TrainerSource.describe()    any time; parallel coordinates and live parameters. No data moves.
+    TrainerSource.tensors()     the same parameters as live tensors, by the same names.
+    TrainerSource.quiesce()     at the start of every sync: afterwards the parameters hold the finished optimiser step
+                                and no step may start until release().
+    TrainerSource.release()     when the sync is over, committed or not.
+
+Rollout side, in the controller's process, one object for each engine:
+
+    describe()                  any time; the model it serves, its parallel sizes, each worker's live parameters.
+    pause(mode)                 generation stops; from here on only a receipt resumes it.
+    bind(tables)                each worker checks its part of the plan against its live parameters, registers its memory
+                                and says where it is. Nothing is paused yet.
+    begin(session, version)     workers accept bytes for this session only; refused if the engine is not paused.
+    place(round)                workers unpack one staging round (only where the plan has staged pieces).
+    verify()                    workers digest the live destination bytes of every transfer.
+    finish(session, version)    after the controller compared the digests: post-processing, caches, version. -> Receipt
+    resume(receipt)             generation goes on. Nothing else resumes an engine.
+    abort(reason)               the session is over without commit: the engine stays paused and says why.
+
+Everything that crosses a process border is plain data: numbers, strings, lists and dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from weight_sync.ids import Deadline
+from weight_sync.transport.base import Endpoint
+
+PauseMode = Literal["abort", "retract", "in_place", "wait", "keep"]
+"""abort: drop running requests; retract: requeue them (KV freed); in_place: stop between steps, KV kept;
+wait: let running requests end first; keep: vLLM's word for in_place. What an engine offers differs: ask describe()."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveParam:
+    """One physical parameter (or weight buffer) of one process.
+
+    shape: elements, as the process sees it. stride: elements. dtype: torch's name without prefix.
+    storage: index into RankDescription.storages; offset: bytes from that storage's start to element 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    storage: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStorage:
+    """One allocation: address and size in bytes. This is what a transport registers."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankDescription:
+    """One trainer rank or one engine worker as it is right now.
+
+    coords: its index on every parallel axis. epoch: changes when memory moves or the process is replaced; a binding made
+    for another epoch is refused. endpoint is None where no transport has been opened yet.
+    shards: only for sides whose layout is read from the live process (FSDP DTensors, recorded engines), as
+    `Layout.rank_to_json` writes them; None where the layout is declared.
+    """
+
+    rank: int
+    host: str
+    coords: dict[str, int]
+    epoch: int
+    params: tuple[LiveParam, ...]
+    storages: tuple[LiveStorage, ...]
+    endpoint: Endpoint | None = None
+    shards: list[dict[str, Any]] | None = None
+
+
+def describe_from_json(data: Mapping[str, Any]) -> RankDescription:
+    """The RankDescription that `asdict` turned into plain data; other keys are ignored."""
+
+    def param(p: Mapping[str, Any]) -> LiveParam:
+        return LiveParam(p["name"], tuple(p["shape"]), tuple(p["stride"]), p["dtype"], p["storage"], p["offset"])
+
+    return RankDescription(
+        rank=data["rank"],
+        host=data["host"],
+        coords=dict(data["coords"]),
+        epoch=data["epoch"],
+        params=tuple(param(p) for p in data["params"]),
+        storages=tuple(LiveStorage(s["address"], s["nbytes"]) for s in data["storages"]),
+        endpoint=None if data.get("endpoint") is None else Endpoint.from_json(data["endpoint"]),
+        shards=data.get("shards"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDescription:
+    """One engine. model: the HF config it serves (as loaded from its config.json). sizes: parallel size by axis.
+
+    pause_modes: what pause() accepts. version: the committed integer it last reported, -1 if it never got one.
+    """
+
+    name: str
+    kind: str
+    model: dict[str, Any]
+    sizes: dict[str, int]
+    version: int
+    pause_modes: tuple[PauseMode, ...]
+    ranks: tuple[RankDescription, ...]
+    software: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Proof that an engine holds `version`: made by finish() only, after the controller saw equal digests."""
+
+    engine: str
+    session: str
+    version: int
+    digest: str
+
+
+class TrainerSource(Protocol):
+    def describe(self) -> RankDescription: ...
+
+    def tensors(self) -> Mapping[str, Any]: ...
+
+    def quiesce(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class TrainerGroup(Protocol):
+    """All trainer ranks, as the controller reaches them: a method of SourceAgent on every rank at once."""
+
+    world: int
+
+    def call(self, method: str, payloads: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        """Run `method` with payloads[rank] on each rank given; replies by rank.
+
+        Returns when all have answered. If any failed, raises the first rank's error with the others as notes.
+        """
+        ...
+
+
+class RolloutEngine(Protocol):
+    name: str
+
+    def describe(self, deadline: Deadline) -> EngineDescription: ...
+
+    def record(self, tensors: Mapping[str, tuple[list[int], str]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        """The second witness: what the engine's own loader does with HF tensors of these shapes and dtypes.
+
+        For each worker rank: {"shards": as Layout.rank_to_json, "unexplained": {HF name: operation}}. No live byte changes.
+        """
+        ...
+
+    def bind(self, tables: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        """TargetAgent's bind on each worker rank; replies by rank."""
+        ...
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None: ...
+
+    def begin(self, session: str, version: int, plan: str, epochs: Mapping[int, int], deadline: Deadline) -> None: ...
+
+    def place(self, session: str, round: int, deadline: Deadline) -> None: ...
+
+    def verify(self, session: str, deadline: Deadline) -> dict[int, list[str]]:
+        """Hex digests, for each worker rank, in the order of the transfers given to bind()."""
+        ...
+
+    def finish(self, session: str, version: int, digest: str, deadline: Deadline) -> Receipt: ...
+
+    def resume(self, receipt: Receipt, deadline: Deadline) -> None: ...
+
+    def abort(self, session: str, reason: str, deadline: Deadline) -> None: ...
+
+
+class SyncObserver(Protocol):
+    """Who watches one sync. Called by the session on the controller's thread."""
+
+    def phase(self, name: Any) -> AbstractContextManager[Any]:
+        """Entered for each phase: plan, pause, write, verify, commit, resume."""
+        ...
+
+    def add_spans(self, rank: str, spans: Iterable[Mapping[str, Any]]) -> None:
+        """What a rank measured itself: {"rank", "phase", "start", "end" (its monotonic seconds), "wall", "nbytes"}."""
+        ...
+
+    def count(self, *, bytes: int | None = None, gathered_bytes: int = 0, writes: int = 0, transfers: int = 0) -> None:
+        """What was really done, once it was."""
+        ...
+
+    def mark_verified(self) -> None: ...
+
+    def mark_committed(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Who watches all syncs. sync() is entered before anything happens and sees the exception of a sync that fails."""
+
+    def sync(self, version: int, session: str, *, nbytes: int | None = None) -> AbstractContextManager[SyncObserver]: ...

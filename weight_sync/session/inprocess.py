@@ -1,0 +1,164 @@
+"""Both sides in one process: a trainer group over threads and an engine double, for tests, drills and trying things out.
+
+The double holds plain arrays, not a model. It keeps a real engine's rules: it refuses to begin unless paused, and to resume
+without the receipt of its own last finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from weight_sync.errors import RolloutError
+from weight_sync.ids import ITEMSIZE, Deadline
+from weight_sync.layout.table import Layout
+from weight_sync.session.connect import together
+from weight_sync.session.contracts import (
+    EngineDescription,
+    PauseMode,
+    RankDescription,
+    Receipt,
+    describe_from_json,
+)
+from weight_sync.session.memory import describe, epoch_of
+from weight_sync.session.source import SourceAgent
+from weight_sync.session.target import TargetAgent
+
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def arrays_for(layout: Layout, rank: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Zeroed arrays for every parameter of a rank. dtypes numpy lacks (bfloat16) are TypedArray views, see below."""
+    return {p.name: typed(np.zeros(p.shape, _WORDS[ITEMSIZE[p.dtype]]), p.dtype) for p in layout.rank_params(rank)}
+
+
+class TypedArray(np.ndarray[Any, Any]):
+    """A numpy array of unsigned words that says it holds another dtype (bfloat16, fp8)."""
+
+    label: str
+
+    @property
+    def dtype_label(self) -> str:
+        return self.label
+
+
+def typed(array: np.ndarray[Any, Any], dtype: str) -> Any:
+    """The same memory, labelled with a torch dtype name."""
+    view = array.view(TypedArray)
+    view.label = dtype
+    return view
+
+
+@dataclass(slots=True)
+class ArraySource:
+    """A TrainerSource over arrays."""
+
+    rank: int
+    arrays: Mapping[str, Any]
+    coords: Mapping[str, int] = field(default_factory=dict[str, int])
+    host: str = "localhost"
+    shards: list[dict[str, Any]] | None = None
+    quiet: bool = False
+
+    def describe(self) -> RankDescription:
+        params, storages = describe(self.arrays, f"trainer rank {self.rank}")
+        return RankDescription(self.rank, self.host, dict(self.coords), epoch_of(storages), params, storages, None, self.shards)
+
+    def tensors(self) -> Mapping[str, Any]:
+        return self.arrays
+
+    def quiesce(self) -> None:
+        self.quiet = True
+
+    def release(self) -> None:
+        self.quiet = False
+
+
+class InProcessTrainers:
+    """A TrainerGroup over agents in this process; calls run in threads, one for each rank."""
+
+    def __init__(self, agents: Sequence[SourceAgent]) -> None:
+        self._agents = {agent.rank: agent for agent in agents}
+        self.world = len(self._agents)
+
+    def call(self, method: str, payloads: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        deadline.check(f"trainer {method}")
+        return together({r: (lambda r=r, p=p: self._agents[r].call(method, p)) for r, p in payloads.items()})
+
+
+class InProcessEngine:
+    """A RolloutEngine over agents in this process. model: the HF config it claims to serve. sizes: by axis."""
+
+    def __init__(
+        self,
+        name: str,
+        agents: Sequence[TargetAgent],
+        *,
+        model: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        recording: Mapping[int, dict[str, Any]] | None = None,
+    ) -> None:
+        self.name = name
+        self._agents = {agent.rank: agent for agent in agents}
+        self._model, self._sizes, self._recording = dict(model), dict(sizes), recording
+        self.version = -1
+        self.paused = False
+        self.reason: str | None = None
+        self._receipt: Receipt | None = None
+
+    @property
+    def serving(self) -> bool:
+        return not self.paused
+
+    def _each(self, method: str, payloads: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        return together({r: (lambda r=r, p=p: self._agents[r].call(method, p)) for r, p in payloads.items()})
+
+    def _all(self, method: str, **payload: Any) -> dict[int, dict[str, Any]]:
+        return self._each(method, dict.fromkeys(self._agents, payload))
+
+    def describe(self, deadline: Deadline) -> EngineDescription:
+        ranks = tuple(describe_from_json(d) for _, d in sorted(self._all("describe").items()))
+        return EngineDescription(
+            self.name, "in-process", dict(self._model), dict(self._sizes), self.version, ("abort", "retract"), ranks
+        )
+
+    def record(self, tensors: Mapping[str, tuple[list[int], str]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        if self._recording is None:
+            raise RolloutError(f"engine {self.name}: this double has no loader to record")
+        return dict(self._recording)
+
+    def bind(self, tables: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        return self._each("bind", tables)
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        self.paused, self._receipt = True, None
+
+    def begin(self, session: str, version: int, plan: str, epochs: Mapping[int, int], deadline: Deadline) -> None:
+        if not self.paused:
+            raise RolloutError(f"engine {self.name}: begin while serving; pause first")
+        common = {"session": session, "version": version, "plan": plan}
+        self._each("begin", {rank: common | {"epoch": epochs[rank]} for rank in self._agents})
+
+    def place(self, session: str, round: int, deadline: Deadline) -> None:
+        self._all("place", session=session, round=round)
+
+    def verify(self, session: str, deadline: Deadline) -> dict[int, list[str]]:
+        return {rank: reply["digests"] for rank, reply in self._all("verify", session=session).items()}
+
+    def finish(self, session: str, version: int, digest: str, deadline: Deadline) -> Receipt:
+        self._all("end", session=session)
+        self.version, self.reason = version, None
+        self._receipt = Receipt(self.name, session, version, digest)
+        return self._receipt
+
+    def resume(self, receipt: Receipt, deadline: Deadline) -> None:
+        if self._receipt is None or receipt != self._receipt:
+            raise RolloutError(f"engine {self.name}: {receipt} is not the receipt of its last finish; it stays paused")
+        self.paused = False
+
+    def abort(self, session: str, reason: str, deadline: Deadline) -> None:
+        self._receipt, self.reason = None, reason
+        self._all("abort", session=session, reason=reason)

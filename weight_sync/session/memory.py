@@ -1,0 +1,189 @@
+"""Live tensors as plain bytes: describe, read, write and digest the regions that a plan speaks of.
+
+Takes torch tensors or numpy arrays by duck typing, so that this package needs no torch. CPU memory only for now; a tensor on
+another device is refused by name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from weight_sync.errors import BindError, listed
+from weight_sync.ids import ITEMSIZE
+from weight_sync.layout.box import row_major
+from weight_sync.session.contracts import LiveParam, LiveStorage
+
+Bytes = NDArray[np.uint8]
+
+_WORDS: dict[int, type[np.generic]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_CHUNK = 8 << 20
+"""Bytes gathered at a time when a strided region is digested."""
+
+PROCESS_NONCE = secrets.randbits(48)
+"""Differs for every process, so that an epoch of a restarted process never equals the old one."""
+
+
+def describe(tensors: Mapping[str, Any], where: str) -> tuple[tuple[LiveParam, ...], tuple[LiveStorage, ...]]:
+    """Parameters and the distinct storages they live in, in the order given.
+
+    where: "rollout rank 3", for errors. Raises BindError for tensors that cannot be addressed: other devices, no bytes, unknown
+    dtypes.
+    """
+    problems: list[str] = []
+    params: list[LiveParam] = []
+    storages: list[LiveStorage] = []
+    index: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        dtype = dtype_name(tensor)
+        reason = _refused(tensor, dtype)
+        if reason:
+            problems.append(f"{name} {reason}")
+            continue
+        address, nbytes, offset = _storage(tensor)
+        if address not in index:
+            index[address] = len(storages)
+            storages.append(LiveStorage(address, nbytes))
+        params.append(LiveParam(name, tuple(tensor.shape), _element_stride(tensor), dtype, index[address], offset))
+    if problems:
+        raise BindError(f"{where}: {len(problems)} of {len(tensors)} parameters cannot be addressed: {listed(problems)}")
+    return tuple(params), tuple(storages)
+
+
+def epoch_of(storages: Sequence[LiveStorage]) -> int:
+    """Equal as long as the process lives and no storage moves; 48 bits, so that it survives JSON everywhere."""
+    text = f"{PROCESS_NONCE}:{[(s.address, s.nbytes) for s in storages]}"
+    return xxhash.xxh3_64_intdigest(text.encode()) & (2**48 - 1)
+
+
+def dtype_name(tensor: Any) -> str:
+    """torch's name of the dtype. Arrays of dtypes numpy lacks carry it in `dtype_label`."""
+    return getattr(tensor, "dtype_label", None) or str(tensor.dtype).removeprefix("torch.")
+
+
+def _refused(tensor: Any, dtype: str) -> str | None:
+    device = getattr(getattr(tensor, "device", None), "type", "cpu")
+    if device != "cpu":
+        return f"is on device {device}; this build reads CPU memory only"
+    if dtype not in ITEMSIZE:
+        return f"has dtype {dtype}; known: {', '.join(ITEMSIZE)}"
+    if prod(tensor.shape) and _storage(tensor)[1] == 0:
+        return "has elements but an empty storage (offloaded, packed away or freed)"
+    return None
+
+
+def _storage(tensor: Any) -> tuple[int, int, int]:
+    """(address of the storage, its bytes, byte offset of the tensor's first element)."""
+    if isinstance(tensor, np.ndarray):
+        base: Any = tensor
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        address = int(base.ctypes.data)
+        return address, int(base.nbytes), int(tensor.ctypes.data) - address
+    storage = tensor.untyped_storage()
+    return int(storage.data_ptr()), int(storage.nbytes()), int(tensor.storage_offset()) * int(tensor.element_size())
+
+
+def _element_stride(tensor: Any) -> tuple[int, ...]:
+    if isinstance(tensor, np.ndarray):
+        return tuple(step // tensor.itemsize for step in tensor.strides)
+    return tuple(tensor.stride())
+
+
+class Memory:
+    """Read and write access to live parameters by name. Keeps the tensors alive, holds no copy."""
+
+    def __init__(self, tensors: Mapping[str, Any], where: str) -> None:
+        self.where = where
+        self._tensors = dict(tensors)
+        self.params, self.storages = describe(tensors, where)
+        self._by_name = {p.name: p for p in self.params}
+        self._flat: dict[str, NDArray[Any]] = {}
+
+    @property
+    def epoch(self) -> int:
+        return epoch_of(self.storages)
+
+    def param(self, name: str) -> LiveParam:
+        if name not in self._by_name:
+            raise BindError(f"{self.where} has no parameter {name}; it has {listed(self._by_name)}")
+        return self._by_name[name]
+
+    def address(self, name: str) -> int:
+        """Address of a parameter's first element. Raises BindError for a parameter that is not row-major contiguous."""
+        return int(self._array(name).ctypes.data)
+
+    def view(self, name: str, start: int, strides: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
+        """The region as a strided array of unsigned words over the live bytes. Raises BindError when it leaves the parameter."""
+        flat = self._array(name)
+        last = start + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        if start < 0 or last >= len(flat):
+            raise BindError(f"{self.where}: elements [{start}, {last}] leave {name}, which has {len(flat)}")
+        steps = tuple(step * flat.itemsize for step in strides)
+        return np.lib.stride_tricks.as_strided(flat[start:], tuple(shape), steps)
+
+    def _array(self, name: str) -> NDArray[Any]:
+        array = self._flat.get(name)
+        if array is None:
+            p = self.param(name)
+            live = tuple(s for s, n in zip(p.stride, p.shape, strict=True) if n != 1)
+            if live != tuple(s for s, n in zip(row_major(p.shape), p.shape, strict=True) if n != 1):
+                raise BindError(
+                    f"{self.where}: {name} has shape {list(p.shape)} and stride {list(p.stride)}; only row-major contiguous "
+                    "parameters can be written in place"
+                )
+            words = _WORDS[ITEMSIZE[p.dtype]]
+            raw = raw_bytes(self.storages[p.storage].address + p.offset, prod(p.shape) * ITEMSIZE[p.dtype])
+            array = self._flat[name] = raw.view(words)
+        return array
+
+
+def raw_bytes(address: int, nbytes: int) -> Bytes:
+    """Memory of this process as an array. The caller keeps the owner alive."""
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+
+
+def chunks(view: NDArray[Any], limit: int = _CHUNK) -> Iterator[NDArray[Any]]:
+    """A strided view as views of at most about `limit` bytes, in row-major order."""
+    if view.nbytes <= limit or view.ndim == 0:
+        yield view
+        return
+    if view.shape[0] == 1:
+        yield from chunks(view[0], limit)
+        return
+    each = max(1, limit // max(1, view.nbytes // view.shape[0]))
+    for low in range(0, view.shape[0], each):
+        yield from chunks(view[low : low + each], limit)
+
+
+def digest(view: NDArray[Any]) -> int:
+    """64-bit xxh3 over the region's bytes in row-major order: depends on every byte and on its position."""
+    if view.flags.c_contiguous:
+        return xxhash.xxh3_64_intdigest(view.reshape(-1).view(np.uint8).data)
+    hasher = xxhash.xxh3_64()
+    for part in chunks(view):
+        hasher.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    return hasher.intdigest()
+
+
+class Staging:
+    """A page of bytes of our own beside the weights, for packing and unpacking."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._buffer = np.zeros(nbytes, np.uint8)
+
+    @property
+    def storage(self) -> LiveStorage:
+        return LiveStorage(int(self._buffer.ctypes.data), int(self._buffer.nbytes))
+
+    def region(self, offset: int, like: NDArray[Any], shape: Sequence[int]) -> NDArray[Any]:
+        """`shape` words of like's kind from byte `offset`."""
+        nbytes = prod(shape) * like.itemsize
+        return self._buffer[offset : offset + nbytes].view(like.dtype).reshape(shape)

@@ -1,0 +1,286 @@
+"""SourceAgent: the trainer's side of a sync, inside each trainer rank's process. Trainer neutral.
+
+The controller reaches it by call(method, payload) -> reply, plain data both ways:
+
+    describe  {}                                   -> RankDescription as a dict
+    plan      PlanInputs.to_json()                 -> {"digest"}; every rank computes the schedule itself
+    bind      {"plan", "targets": {rank: binding}} -> {"endpoint"}; registers, checks sizes, proves that each peer answers
+    quiesce   {}                                   -> {}; parameters hold the finished step, no step may start
+    write     {"session", "round", "seconds"}      -> {"bytes", "writes", "spans", "digests" (last round only)}
+    release   {}                                   -> {}; the trainer may step again
+    fence     {"reason"}                           -> {}; closes the transport: nothing of ours can still be written
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from weight_sync.errors import BindError, SessionError, listed
+from weight_sync.ids import Deadline
+from weight_sync.layout.table import Ints
+from weight_sync.plan.runs import expand_runs, merge_runs
+from weight_sync.plan.schedule import Method, Piece, Schedule
+from weight_sync.session.contracts import LiveStorage, TrainerSource
+from weight_sync.session.inputs import PlanInputs
+from weight_sync.session.memory import Memory, Staging, digest
+from weight_sync.session.tables import TargetBinding
+from weight_sync.transport.base import Batch, Endpoint, Region, Ticket, Transport
+
+
+class SourceAgent:
+    """See the module docstring. transport: opens a transport; called once for each binding."""
+
+    def __init__(self, source: TrainerSource, transport: Callable[[], Transport]) -> None:
+        self._source = source
+        self._open = transport
+        self._lock = threading.Lock()
+        self._transport: Transport | None = None
+        self._schedule: Schedule | None = None
+        self._bound: _Bound | None = None
+        self._stage: Staging | None = None
+        self._storages: tuple[LiveStorage, ...] = ()
+        self._quiet = False
+        self.rank = source.describe().rank
+
+    def call(self, method: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Dispatch one request. Raises SessionError for an unknown method or one that is illegal now."""
+        handlers = {
+            "describe": self._describe,
+            "plan": self._plan,
+            "bind": self._bind,
+            "quiesce": self._quiesce,
+            "write": self._write,
+            "release": self._release,
+            "fence": self._fence,
+        }
+        if method not in handlers:
+            raise SessionError(f"trainer rank {self.rank}: unknown method {method!r}; known: {', '.join(handlers)}")
+        with self._lock:
+            return handlers[method](payload)
+
+    def _describe(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        return asdict(self._source.describe())
+
+    def _plan(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        self._schedule = PlanInputs.from_json(payload).schedule()
+        return {"digest": self._schedule.digest}
+
+    def _bind(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        schedule = self._schedule
+        if schedule is None or schedule.digest != payload["plan"]:
+            raise BindError(f"trainer rank {self.rank}: asked to bind plan {payload['plan']}, has computed another")
+        targets = {int(rank): TargetBinding.from_json(data) for rank, data in payload["targets"].items()}
+        memory = Memory(self._source.tensors(), f"trainer rank {self.rank}")
+        self._check(memory, schedule)
+        transport = self._registered(memory, max((p.nbytes for p in schedule.pieces), default=0))
+        deadline = Deadline.after(float(payload["seconds"]))
+        for rank, target in targets.items():
+            if len(schedule.plan.rows_from(self.rank)) and (schedule.plan.target_rank == rank).any():
+                transport.probe(Endpoint.from_json(target.endpoint), deadline)
+        self._bound = _Bound(schedule, self.rank, memory, self._stage, targets)
+        return {"endpoint": transport.describe().to_json()}
+
+    def _registered(self, memory: Memory, piece: int) -> Transport:
+        """A transport on which the parameters and a staging buffer of two pieces are registered: the old one if it still fits."""
+        half = -(-piece // 64) * 64
+        enough = not half or (self._stage is not None and self._stage.storage.nbytes >= 2 * half)
+        if self._transport is not None and enough and self._storages == memory.storages:
+            return self._transport
+        self._close()
+        self._stage = Staging(2 * half) if half else None
+        self._storages = memory.storages
+        transport = self._open()
+        storages = [*memory.storages, *([self._stage.storage] if self._stage else [])]
+        transport.register([Region(s.address, s.nbytes) for s in storages])
+        self._transport = transport
+        return transport
+
+    def _check(self, memory: Memory, schedule: Schedule) -> None:
+        """The live parameters must be those the plan was made for."""
+        live = {p.name: [list(p.shape), p.dtype] for p in memory.params}
+        planned = {p.name: [list(p.shape), p.dtype] for p in schedule.plan.source_params if p.rank == self.rank}
+        problems = [f"{n}: planned {v}, live {live.get(n, 'absent')}" for n, v in planned.items() if live.get(n) != v]
+        problems += [f"{name}: live {live[name]}, no rule places it" for name in live if name not in planned]
+        if problems:
+            raise BindError(f"trainer rank {self.rank}: the declared layout is not the live one: {listed(problems)}")
+
+    def _quiesce(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        self._source.quiesce()
+        self._quiet = True
+        return {}
+
+    def _release(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        if self._quiet:
+            self._quiet = False
+            self._source.release()
+        return {}
+
+    def _write(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        if self._bound is None or self._transport is None:
+            raise SessionError(f"trainer rank {self.rank}: write without a binding")
+        if not self._quiet:
+            raise SessionError(f"trainer rank {self.rank}: write before quiesce: parameters may still change")
+        bound = self._bound
+        if Memory(self._source.tensors(), f"trainer rank {self.rank}").storages != bound.memory.storages:
+            raise BindError(f"trainer rank {self.rank}: parameters moved since they were bound; bind again")
+        deadline = Deadline.after(float(payload["seconds"]))
+        round_ = int(payload["round"])
+        spans: list[dict[str, Any]] = []
+        begin, wall = time.monotonic(), time.time()
+        tickets: list[Ticket] = []
+        if round_ == 0:
+            tickets = [self._transport.write(batch) for batch in bound.batches]
+        moved, writes = _write_pieces(self._transport, bound, round_, deadline)
+        digests: list[str] | None = None
+        if round_ == bound.schedule.rounds - 1:
+            # Digests of the source run while the writes are in flight: both only read.
+            at, at_wall = time.monotonic(), time.time()
+            digests = bound.digests()
+            spans.append(self._span("verify", at, at_wall, bound.nbytes))
+        for ticket in tickets:
+            moved += self._transport.wait(ticket, deadline).nbytes
+            writes += len(ticket.batch.nbytes)
+        spans.append(self._span("write", begin, wall, moved))
+        return {"bytes": moved, "writes": writes, "spans": spans, "digests": digests}
+
+    def _span(self, phase: str, start: float, wall: float, nbytes: int) -> dict[str, Any]:
+        end = time.monotonic()
+        return {"rank": f"trainer {self.rank}", "phase": phase, "start": start, "end": end, "wall": wall, "nbytes": nbytes}
+
+    def _fence(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        self._close()
+        return {}
+
+    def _close(self) -> None:
+        transport, self._transport, self._bound = self._transport, None, None
+        if transport is not None:
+            transport.close()
+
+
+class _Bound:
+    """A schedule's part on one rank, with addresses: ready to be written any number of times."""
+
+    def __init__(
+        self, schedule: Schedule, rank: int, memory: Memory, stage: Staging | None, targets: Mapping[int, TargetBinding]
+    ) -> None:
+        self.schedule, self.memory, self.stage, self.targets = schedule, memory, stage, targets
+        plan = schedule.plan
+        self.rows = plan.rows_from(rank)
+        self.nbytes = int(plan.nbytes[self.rows].sum())
+        mine = {row: i for i, row in enumerate(self.rows.tolist())}
+        self.pieces: list[list[Piece]] = [[] for _ in range(schedule.rounds)]
+        for piece in schedule.pieces:
+            if piece.row in mine:
+                self.pieces[piece.round].append(piece)
+        missing = sorted(set(plan.target_rank[self.rows].tolist()) - set(targets))
+        if missing:
+            raise BindError(f"trainer rank {rank}: no binding of rollout ranks {listed(missing)}")
+        self.batches = self._batches(self.rows[schedule.method[self.rows] == Method.DIRECT])
+
+    def target_address(self, row: int) -> int:
+        plan = self.schedule.plan
+        rank, param = int(plan.target_rank[row]), plan.target_params[int(plan.target[row])]
+        return self.targets[rank].addresses[param.name]
+
+    def _batches(self, rows: Ints) -> list[Batch]:
+        """The direct transfers as one batch for each destination rank, adjacent runs merged."""
+        plan = self.schedule.plan
+        batches: list[Batch] = []
+        ranks = plan.target_rank[rows]
+        for rank in np.unique(ranks).tolist():
+            part = rows[ranks == rank]
+            run, source, target, count = expand_runs(
+                plan.shape[part],
+                plan.source_start[part],
+                plan.source_strides[part],
+                plan.target_start[part],
+                plan.target_strides[part],
+            )
+            itemsize = plan.itemsize[part][run]
+            names = {i: plan.source_params[i].name for i in set(plan.source[part].tolist())}
+            from_ = np.asarray([self.memory.address(names[i]) for i in plan.source[part].tolist()], np.int64)[run]
+            to = np.asarray([self.target_address(r) for r in part.tolist()], np.int64)[run]
+            source, target, nbytes, first = merge_runs(from_ + source * itemsize, to + target * itemsize, count * itemsize)
+            tensor = plan.tensor[part][run[first]].tolist()
+            labels = [plan.catalog.name(t) for t in tensor]
+            batches.append(Batch(Endpoint.from_json(self.targets[rank].endpoint), source, target, nbytes, labels))
+        return batches
+
+    def view(self, row: int, at: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Any:
+        """The live source bytes of a transfer, or of a part of it."""
+        plan = self.schedule.plan
+        strides = plan.source_strides[row].tolist()
+        start = int(plan.source_start[row]) + sum(a * s for a, s in zip(at or (), strides, strict=False))
+        return self.memory.view(
+            plan.source_params[int(plan.source[row])].name, start, strides, shape or plan.shape[row].tolist()
+        )
+
+    def digests(self) -> list[str]:
+        return [f"{digest(self.view(row)):016x}" for row in self.rows.tolist()]
+
+
+def _write_pieces(transport: Transport, bound: _Bound, round_: int, deadline: Deadline) -> tuple[int, int]:
+    """Pack and write the pieces of a round; the two halves of the staging buffer take turns. (bytes, writes)."""
+    plan = bound.schedule.plan
+    half = bound.stage.storage.nbytes // 2 if bound.stage else 0
+    flying: list[Ticket | None] = [None, None]
+    turn, moved, writes = 0, 0, 0
+    for group in _groups(bound.pieces[round_], half, plan.target_rank.tolist()):
+        ticket = flying[turn]
+        if ticket is not None:
+            moved += transport.wait(ticket, deadline).nbytes
+        rank = int(plan.target_rank[group[0].row])
+        target = bound.targets[rank]
+        sources: list[int] = []
+        destinations: list[int] = []
+        offset = turn * half
+        for piece in group:
+            view = bound.view(piece.row, piece.at, piece.shape)
+            if piece.method is Method.UNPACK:
+                sources.append(int(view.ctypes.data))
+            else:
+                assert bound.stage is not None
+                bound.stage.region(offset, view, piece.shape)[...] = view
+                sources.append(bound.stage.storage.address + offset)
+                offset += -(-piece.nbytes // 8) * 8
+            if piece.method is Method.PACK:
+                strides = plan.target_strides[piece.row].tolist()
+                element = int(plan.target_start[piece.row]) + sum(a * s for a, s in zip(piece.at, strides, strict=True))
+                destinations.append(bound.target_address(piece.row) + element * int(plan.itemsize[piece.row]))
+            else:
+                destinations.append(target.stage + piece.stage)
+        batch = Batch(
+            Endpoint.from_json(target.endpoint),
+            np.asarray(sources, np.int64),
+            np.asarray(destinations, np.int64),
+            np.asarray([p.nbytes for p in group], np.int64),
+            [plan.catalog.name(int(plan.tensor[p.row])) for p in group],
+        )
+        flying[turn] = transport.write(batch)
+        writes += len(group)
+        turn = 1 - turn
+    for ticket in flying:
+        if ticket is not None:
+            moved += transport.wait(ticket, deadline).nbytes
+    return moved, writes
+
+
+def _groups(pieces: list[Piece], half: int, target_rank: list[int]) -> list[list[Piece]]:
+    """Pieces to one destination that fit half of the staging buffer together, in order."""
+    groups: list[list[Piece]] = []
+    used = 0
+    for piece in pieces:
+        size = -(-piece.nbytes // 8) * 8 if piece.method is not Method.UNPACK else 0
+        fits = groups and used + size <= half and target_rank[groups[-1][0].row] == target_rank[piece.row]
+        if not fits:
+            groups.append([])
+            used = 0
+        groups[-1].append(piece)
+        used += size
+    return groups

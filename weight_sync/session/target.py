@@ -1,0 +1,183 @@
+"""TargetAgent: the engine's side of a sync, inside each engine worker's process. Engine neutral.
+
+Adapters reach it by call(method, payload) -> reply, plain data both ways:
+
+    describe  {}                                  -> RankDescription as a dict
+    bind      target_table(...)                   -> {"addresses", "stage", "endpoint", "epoch"}; live parameters must fit
+    begin     {"session", "version", "epoch", "plan"} -> {}; refused when memory moved since bind
+    place     {"session", "round"}                -> {}; unpack one staging round
+    verify    {"session"}                         -> {"digests": [hex, ...]} of the live destination bytes of every transfer
+    end       {"session"}                         -> {}
+    abort     {"session", "reason"}               -> {}; closes the transport: nothing more can land, the binding is void
+
+The agent moves no version and resumes nothing; that is the engine adapter's business after the controller's commit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from weight_sync.errors import BindError, SessionError, listed
+from weight_sync.session.contracts import RankDescription
+from weight_sync.session.memory import Memory, Staging, digest
+from weight_sync.transport.base import Region, Transport
+
+
+class TargetAgent:
+    """See the module docstring.
+
+    tensors: returns the live parameters and weight buffers, by the engine's names, each memory once. transport: opens a
+    transport. Both are called again whenever a binding is made, so memory that moved is seen.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        host: str,
+        coords: Mapping[str, int],
+        tensors: Callable[[], Mapping[str, Any]],
+        transport: Callable[[], Transport],
+    ) -> None:
+        self.rank = rank
+        self.host = host
+        self.coords = dict(coords)
+        self._tensors = tensors
+        self._open = transport
+        self._lock = threading.Lock()
+        self._transport: Transport | None = None
+        self._memory: Memory | None = None
+        self._stage: Staging | None = None
+        self._table: dict[str, Any] | None = None
+        self._session: str | None = None
+        self._reason: str | None = None
+        self._generation = 0
+
+    def call(self, method: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Dispatch one request. Raises SessionError for an unknown method or one that is illegal now, BindError otherwise."""
+        handlers = {
+            "describe": self._describe,
+            "bind": self._bind,
+            "begin": self._begin,
+            "place": self._place,
+            "verify": self._verify,
+            "end": self._end,
+            "abort": self._abort,
+        }
+        if method not in handlers:
+            raise SessionError(f"rollout rank {self.rank}: unknown method {method!r}; known: {', '.join(handlers)}")
+        with self._lock:
+            return handlers[method](payload)
+
+    def _describe(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        memory = Memory(self._tensors(), f"rollout rank {self.rank}")
+        endpoint = self._transport.describe() if self._transport is not None else None
+        description = RankDescription(
+            rank=self.rank,
+            host=self.host,
+            coords=self.coords,
+            epoch=self._epoch(memory),
+            params=memory.params,
+            storages=memory.storages,
+            endpoint=endpoint,
+        )
+        return asdict(description) | {"session": self._session, "aborted": self._reason}
+
+    def _epoch(self, memory: Memory) -> int:
+        # A new transport is a new epoch too: what was bound to the old one must not be written to again.
+        return (memory.epoch + self._generation) & (2**48 - 1)
+
+    def _bind(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        if self._session is not None:
+            raise SessionError(f"rollout rank {self.rank}: bind during session {self._session}")
+        if self._transport is not None and self._table is not None and self._table["plan"] == table["plan"]:
+            current = Memory(self._tensors(), f"rollout rank {self.rank}")
+            if self._memory is not None and current.storages == self._memory.storages:
+                return self._binding()
+        self._close()
+        memory = Memory(self._tensors(), f"rollout rank {self.rank}")
+        self._check(memory, table["expected"])
+        stage = Staging(int(table["stage_bytes"])) if table["stage_bytes"] else None
+        transport = self._open()
+        storages = [*memory.storages, *([stage.storage] if stage else [])]
+        transport.register([Region(s.address, s.nbytes) for s in storages])
+        self._transport, self._memory, self._stage, self._table = transport, memory, stage, dict(table)
+        self._generation += 1
+        return self._binding()
+
+    def _binding(self) -> dict[str, Any]:
+        assert self._transport is not None
+        assert self._memory is not None
+        assert self._table is not None
+        return {
+            "addresses": {name: self._memory.address(name) for name in dict.fromkeys(self._table["params"])},
+            "stage": self._stage.storage.address if self._stage else 0,
+            "endpoint": self._transport.describe().to_json(),
+            "epoch": self._epoch(self._memory),
+        }
+
+    def _check(self, memory: Memory, expected: Mapping[str, Any]) -> None:
+        """The live parameters must be exactly those of the plan: no name missing or extra, every shape and dtype equal."""
+        live = {p.name: [list(p.shape), p.dtype] for p in memory.params}
+        problems = [f"{name}: planned {planned}, live {live.get(name, 'absent')}" for name, planned in expected.items()
+                    if live.get(name) != planned]  # fmt: skip
+        problems += [f"{name}: live {live[name]}, not planned" for name in live if name not in expected]
+        if problems:
+            raise BindError(f"rollout rank {self.rank}: the declared layout is not the live one: {listed(problems)}")
+
+    def _begin(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        if self._session is not None:
+            raise SessionError(f"rollout rank {self.rank}: session {self._session} is still open")
+        if self._memory is None or self._table is None or self._table["plan"] != payload["plan"]:
+            raise BindError(f"rollout rank {self.rank}: no binding for plan {payload['plan']}; bind first")
+        current = Memory(self._tensors(), f"rollout rank {self.rank}")
+        if current.storages != self._memory.storages or self._epoch(self._memory) != payload["epoch"]:
+            raise BindError(
+                f"rollout rank {self.rank}: memory moved since it was bound (epoch {payload['epoch']} then, "
+                f"{self._epoch(current)} now); bind again"
+            )
+        self._session, self._reason = payload["session"], None
+        return {}
+
+    def _in_session(self, payload: Mapping[str, Any]) -> tuple[Memory, dict[str, Any]]:
+        if self._session is None or self._session != payload["session"] or self._memory is None or self._table is None:
+            raise SessionError(
+                f"rollout rank {self.rank}: session {payload['session']} is not open here (open: {self._session}"
+                + (f"; the last one was aborted: {self._reason})" if self._reason else ")")
+            )
+        return self._memory, self._table
+
+    def _place(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        memory, table = self._in_session(payload)
+        for i, at, shape, offset in table["rounds"][payload["round"]]:
+            assert self._stage is not None
+            strides = table["strides"][i]
+            start = table["start"][i] + sum(a * s for a, s in zip(at, strides, strict=True))
+            view = memory.view(table["params"][i], start, strides, shape)
+            view[...] = self._stage.region(offset, view, shape)
+        return {}
+
+    def _verify(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        memory, table = self._in_session(payload)
+        columns = (table["params"], table["start"], table["strides"], table["shape"])
+        return {"digests": [f"{digest(memory.view(*region)):016x}" for region in zip(*columns, strict=True)]}
+
+    def _end(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        self._in_session(payload)
+        self._session = None
+        return {}
+
+    def _abort(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        self._session, self._reason = None, str(payload["reason"])
+        self._close()
+        return {}
+
+    def _close(self) -> None:
+        transport, self._transport = self._transport, None
+        self._memory = self._stage = self._table = None
+        if transport is not None:
+            self._generation += 1
+            transport.close()
