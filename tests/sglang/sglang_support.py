@@ -28,7 +28,7 @@ def _region(target: Mapping[str, torch.Tensor], entry: Mapping[str, Any]) -> tor
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

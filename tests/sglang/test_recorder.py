@@ -191,7 +191,7 @@ def test_writing_a_region_twice_is_counted_and_the_last_write_is_the_one_kept() 
     ("change", "word"),
     [
         (lambda w: w * 2, "mul"),
-        (lambda w: w.to(torch.bfloat16), "cast from bfloat16 to float32"),
+        (lambda w: w.to(torch.bfloat16), "cast from float32 to bfloat16"),
         (lambda w: w.to(torch.bfloat16).to(torch.float32), "cast"),
         (lambda w: torch.cat([w[:1] + 1, w[1:]]), "cat"),
     ],
@@ -213,6 +213,15 @@ def test_values_that_are_computed_or_cast_are_named_and_never_guessed(
     assert [(entry["tensor"], entry["param"]) for entry in result.inexpressible] == [("w", "p")]
     assert word in result.inexpressible[0]["operation"]
     assert result.uncovered == {"p": 12}
+
+
+def test_a_copy_between_dtypes_is_a_cast_and_not_a_placement_of_bytes() -> None:
+    model = Model(p=(4, 3))
+
+    result = record(model, {"w": numbered(4, 3).double()}, copy_of(lambda w: w)(model))
+
+    assert result.inexpressible == [{"tensor": "w", "param": "p", "operation": "cast from float64 to float32"}]
+    assert not result.shards
 
 
 def test_a_write_that_is_neither_copy_nor_fill_is_swallowed_and_named() -> None:

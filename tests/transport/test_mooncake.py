@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from transport_conformance import ARENA, KB, LIMIT, MB, SPANS, Source, TransportConformance
-from transport_peer import ProcessPeer
+from transport_peer import LocalPeer, ProcessPeer
 
 from weight_sync.errors import ConfigError, TransportError
 from weight_sync.ids import Deadline
@@ -147,6 +147,20 @@ class TestMooncakeTcp(TransportConformance):
         fresh.transport.probe(peer.endpoint, Deadline.after(LIMIT))
         assert fresh.send(peer, [(0, 16 * KB, 8)]) == 8
         fresh.transport.close()
+
+
+def test_an_exception_from_the_engine_reaches_the_waiter_instead_of_looking_like_a_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, peer = (MooncakeTransport(protocol="tcp", host="127.0.0.1") for _ in range(2))
+    there = LocalPeer(peer, ARENA, SPANS)
+    side = Source(source)
+    source.probe(there.endpoint, Deadline.after(LIMIT))
+    monkeypatch.setattr(source._pump, "_advance", lambda flight: 1 // 0)
+    with pytest.raises(TransportError, match="ZeroDivisionError"):
+        side.send(there, [(0, 16 * KB, 8)])
+    source.close()
+    peer.close()
 
 
 def test_close_deletes_the_engine_so_that_its_ports_no_longer_answer() -> None:

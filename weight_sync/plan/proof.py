@@ -1,112 +1,207 @@
 """Exact-once: every destination element is written once, every HF tensor is used or dropped with a reason.
 
-The proof looks at destination parameters only and shares no code with the planner: it turns transfers back into boxes of the
-physical parameter and shows that they tile it. It runs on every plan, in tests and before every binding.
+The proof shares no code with the planner. Of the plan alone it shows that the transfers tile every destination parameter, stay
+inside every source parameter, keep dtypes and use every element of every HF tensor. Given the layouts as well, it also shows
+that each transfer reads and writes what the layouts say lies there: that the right elements arrive, not just some elements.
+It runs on every plan, in tests and before every binding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import prod
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from weight_sync.errors import PlanError, listed
-from weight_sync.layout.box import row_major
-from weight_sync.layout.table import Ints
+from weight_sync.ids import Side
+from weight_sync.layout.box import Box
+from weight_sync.layout.table import Ints, Layout, Param
 from weight_sync.plan.plan import Plan
+from weight_sync.plan.tiling import disjoint, fills, inside
 
 
-def prove_exact_once(plan: Plan, dropped: Iterable[str] = ()) -> None:
+def prove_exact_once(
+    plan: Plan, dropped: Iterable[str] = (), *, source: Layout | None = None, target: Layout | None = None
+) -> None:
     """Raise PlanError unless `plan` writes every destination element exactly once and uses every HF tensor.
 
-    dropped: HF names that the rollout declares it does not hold. Declared filling (vocab padding) is the only part of a
-    parameter that may stay unwritten.
+    dropped: HF names that the rollout declares it does not hold. source, target: the layouts the plan was made from; each one
+    given is proved against. Declared filling (vocab padding) is the only part of a parameter that may stay unwritten; which
+    part that is, only the target layout knows.
     """
-    order = np.argsort(plan.target, kind="stable")
-    bounds = np.searchsorted(plan.target[order], np.arange(len(plan.target_params) + 1))
-    volume = plan.shape.prod(axis=1)
-    total = np.bincount(plan.target, weights=volume, minlength=len(plan.target_params)).astype(np.int64)
-    want = np.fromiter((p.numel - p.filling for p in plan.target_params), np.int64, len(plan.target_params))
+    _well_formed(plan)
+    _same_dtypes(plan)
+    _tiled(plan)
+    _used(plan, dropped)
+    if source is not None:
+        _as_laid_out(plan, Side.TRAINER, source)
+    if target is not None:
+        _as_laid_out(plan, Side.ROLLOUT, target)
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    found = list(problems)
+    if found:
+        raise PlanError(f"not exact-once: {listed(found)}")
+
+
+def _well_formed(plan: Plan) -> None:
+    """Every number of the plan is in range; later steps rely on it."""
+    n, d = len(plan.tensor), plan.catalog.ndim
+    wide = ("offset", "shape", "source_strides", "target_strides")
+    for name in ("source", "source_start", "target", "target_start", *wide):
+        have, want = getattr(plan, name).shape, (n, d) if name in wide else (n,)
+        if have != want:
+            raise PlanError(f"not a plan: column {name} has shape {have}, want {want}")
+    for name, limit in (
+        ("tensor", len(plan.catalog)),
+        ("source", len(plan.source_params)),
+        ("target", len(plan.target_params)),
+    ):
+        column: Ints = getattr(plan, name)
+        if len(bad := np.flatnonzero((column < 0) | (column >= limit))):
+            raise PlanError(f"not a plan: {name} of transfer {bad[0]} is {column[bad[0]]}, must be 0 to {limit - 1}")
+    for side, world, params in (
+        (Side.TRAINER, plan.source_world, plan.source_params),
+        (Side.ROLLOUT, plan.target_world, plan.target_params),
+    ):
+        _refuse(f"{side} rank {p.rank}, {p.name}: the world has {world}" for p in params if not 0 <= p.rank < world)
+    end = plan.offset + plan.shape
+    out = ((plan.shape < 1) | (plan.offset < 0) | (end > plan.catalog.shapes[plan.tensor])).any(axis=1)
+    _refuse(
+        f"{_where(plan, i)}: box {Box(tuple(plan.offset[i].tolist()), tuple(np.maximum(plan.shape[i], 0).tolist()))} "
+        f"is empty or outside the tensor, shape {plan.catalog.shapes[plan.tensor[i]].tolist()}"
+        for i in np.flatnonzero(out).tolist()
+    )
+    stray = ~inside(_numel(plan.source_params)[plan.source], plan.source_start, plan.source_strides, plan.shape)
+    _refuse(f"{_where(plan, i)}: reads outside the source parameter" for i in np.flatnonzero(stray).tolist())
+
+
+def _same_dtypes(plan: Plan) -> None:
+    names = sorted({p.dtype for params in (plan.source_params, plan.target_params) for p in params})
+    index = {name: i for i, name in enumerate(names)}
+    a, b = (
+        np.fromiter((index[p.dtype] for p in params), np.int64, len(params))[column]
+        for params, column in ((plan.source_params, plan.source), (plan.target_params, plan.target))
+    )
+    wrong = np.flatnonzero(a != b).tolist()
+    _refuse(f"{_where(plan, i)}: {names[a[i]]} would be written as {names[b[i]]}" for i in wrong)
+
+
+def _tiled(plan: Plan) -> None:
+    """The transfers of every destination parameter are disjoint, inside it, and as many elements as it needs."""
+    written = np.bincount(plan.target, weights=plan.shape.prod(axis=1), minlength=len(plan.target_params)).astype(np.int64)
+    filling = np.fromiter((p.filling for p in plan.target_params), np.int64, len(plan.target_params))
+    want = _numel(plan.target_params) - filling
+    _refuse(
+        f"rollout rank {p.rank}, {p.name}: {int(written[i])} elements are written, {int(want[i])} are needed"
+        for i in np.flatnonzero(written != want).tolist()
+        for p in (plan.target_params[i],)
+    )
+    order = np.lexsort((plan.target_start, plan.target))
+    first = np.searchsorted(plan.target[order], np.arange(len(plan.target_params) + 1))
+    columns = (plan.target_start[order], plan.target_strides[order], plan.shape[order])
     problems: list[str] = []
-    for i in np.flatnonzero(total != want).tolist():
+    for i in _unlike(plan.target_params, first, columns):
+        rows = slice(int(first[i]), int(first[i + 1]))
         p = plan.target_params[i]
-        problems.append(f"rollout rank {p.rank}, {p.name}: {int(total[i])} elements are written, {int(want[i])} are needed")
-    if problems:
-        raise PlanError(f"not exact-once: {listed(problems)}")
-    proven: set[bytes] = set()
-    for i, p in enumerate(plan.target_params):
-        rows = order[bounds[i] : bounds[i + 1]]
-        if len(rows) == 0:
-            continue
-        start, strides, shape = plan.target_start[rows], plan.target_strides[rows], plan.shape[rows]
-        # Parameters of other layers and replicas repeat the same tiling; it is enough to prove it once.
-        key = repr(p.shape).encode() + b"".join(np.ascontiguousarray(a).tobytes() for a in (start, strides, shape))
-        if key in proven:
-            continue
-        if not _disjoint(p.shape, start, strides, shape):
-            names = sorted({plan.catalog.name(int(t)) for t in plan.tensor[rows].tolist()})
+        if not disjoint(p.shape, *(column[rows] for column in columns)):
+            names = sorted({plan.catalog.name(t) for t in plan.tensor[order[rows]].tolist()})
             problems.append(f"rollout rank {p.rank}, {p.name}: transfers of {listed(names)} overlap or leave the parameter")
-        proven.add(key)
-    if problems:
-        raise PlanError(f"not exact-once: {listed(problems)}")
-    used = np.zeros(len(plan.catalog), np.bool_)
-    used[plan.tensor] = True
-    excused = {plan.catalog.ids[name] for name in dropped}
-    unused = [t for t in np.flatnonzero(~used).tolist() if t not in excused]
+    _refuse(problems)
+
+
+def _unlike(params: Sequence[Param], first: Ints, columns: tuple[Ints, Ints, Ints]) -> Iterator[int]:
+    """Parameters whose tilings are to be proved: of those that are exactly alike (layers, replicas) only one."""
+    count = first[1:] - first[:-1]
+    shapes: dict[tuple[int, ...], int] = {}
+    shape_of = np.fromiter((shapes.setdefault(p.shape, len(shapes)) for p in params), np.int64, len(params))
+    # A cheap fingerprint finds likely equals; whether they are equal is then checked entry by entry.
+    start, strides, shape = columns
+    mixed = start * 31 + (strides * (2 * np.arange(strides.shape[1]) + 3)).sum(axis=1) + shape.sum(axis=1) * 17
+    sums = np.append(0, np.cumsum(mixed))
+    key = np.stack([shape_of, count, sums[first[1:]] - sums[first[:-1]]], axis=1)
+    _, model, group = np.unique(key, axis=0, return_index=True, return_inverse=True)
+    model_of = model[group.ravel()]
+    at = np.repeat(np.arange(len(params)), count)
+    twin = first[model_of][at] + np.arange(len(at)) - first[at]
+    alike = (start == start[twin]) & (strides == strides[twin]).all(axis=1) & (shape == shape[twin]).all(axis=1)
+    differs = np.bincount(at[~alike], minlength=len(params)) > 0
+    yield from np.flatnonzero((differs | (model_of == np.arange(len(params)))) & (count > 0)).tolist()
+
+
+def _used(plan: Plan, dropped: Iterable[str]) -> None:
+    """Every element of every HF tensor goes somewhere, except of tensors that the rollout drops."""
+    whole: Ints = plan.catalog.shapes.prod(axis=1)
+    used = np.zeros(len(plan.catalog), np.int64)
+    order = np.argsort(plan.tensor, kind="stable")
+    tensor = plan.tensor[order]
+    volume = plan.shape[order].prod(axis=1)
+    first = np.searchsorted(tensor, np.arange(len(plan.catalog) + 1))
+    present = np.flatnonzero(first[1:] > first[:-1])
+    if len(present):
+        used[present] = np.maximum.reduceat(volume, first[present])
+    seen: set[bytes] = set()
+    partly: list[str] = []
+    for t in np.flatnonzero((used > 0) & (used < whole)).tolist():  # no single transfer takes the whole tensor
+        rows = order[first[t] : first[t + 1]]
+        shape = plan.catalog.pattern_of(t).shape
+        key = repr(shape).encode() + plan.offset[rows].tobytes() + plan.shape[rows].tobytes()
+        if key not in seen and not fills(shape, plan.offset[rows], plan.shape[rows]):
+            partly.append(plan.catalog.name(t))
+        seen.add(key)
+    if partly:
+        raise PlanError(f"HF tensors of which some elements go nowhere: {listed(partly)}")
+    excused: set[int] = set()
+    for name in dropped:
+        if name not in plan.catalog.ids:
+            raise PlanError(f"said to be dropped, but no tensor of this model: {name}")
+        excused.add(plan.catalog.ids[name])
+    if both := [plan.catalog.name(t) for t in sorted(excused) if used[t]]:
+        raise PlanError(f"HF tensors that are said to be dropped, but are sent: {listed(both)}")
+    unused = [t for t in np.flatnonzero(used == 0).tolist() if t not in excused]
     if unused:
         raise PlanError(f"HF tensors that no transfer uses and no rule drops: {listed(map(plan.catalog.name, unused))}")
 
 
-def _disjoint(param: tuple[int, ...], start: Ints, strides: Ints, shape: Ints) -> bool:
-    """Whether the affine regions lie inside the parameter and share no element."""
-    boxes = _param_boxes(param, start, strides, shape)
-    if boxes is None:
-        return _disjoint_elements(prod(param), start, strides, shape)
-    low, high = boxes
-    n = len(low)
-    if n == 1:
-        return True
-    for i in range(0, n, 1024):  # all pairs, in blocks that keep memory small
-        block = slice(i, i + 1024)
-        common = np.minimum(high[block, None], high[None]) > np.maximum(low[block, None], low[None])
-        if common.all(axis=2).sum() != len(low[block]):
-            return False
-    return True
+def _as_laid_out(plan: Plan, side: Side, layout: Layout) -> None:
+    """Each transfer's map into one side's parameter is that of a shard of the layout, which holds the transfer's box."""
+    trainer = side is Side.TRAINER
+    params, world = (plan.source_params, plan.source_world) if trainer else (plan.target_params, plan.target_world)
+    if params is not layout.params and params != layout.params or world != layout.world:
+        raise PlanError(f"the plan was not made for this {side} layout: their parameters differ")
+    if plan.catalog.digest != layout.catalog.digest:
+        raise PlanError(f"the plan was not made for this {side} layout: it is of another model")
+    param, start, strides = (
+        (plan.source, plan.source_start, plan.source_strides)
+        if trainer
+        else (plan.target, plan.target_start, plan.target_strides)
+    )
+    size = len(plan.catalog)
+    key = layout.param * size + layout.tensor
+    order = np.argsort(key, kind="stable")
+    wanted = param * size + plan.tensor
+    at = np.searchsorted(key[order], wanted)
+    end = np.searchsorted(key[order], wanted, "right")
+    rows = np.arange(len(plan))
+    while len(rows := rows[at[rows] < end[rows]]):  # a parameter may hold several boxes of one tensor: try each
+        shard = order[at[rows]]
+        within = plan.offset[rows] - layout.offset[shard]
+        fits = (within >= 0).all(axis=1) & (within + plan.shape[rows] <= layout.shape[shard]).all(axis=1)
+        fits &= start[rows] == layout.start[shard] + (within * layout.strides[shard]).sum(axis=1)
+        fits &= ((strides[rows] == layout.strides[shard]) | (plan.shape[rows] == 1)).all(axis=1)
+        end[rows[fits]] = -1  # found
+        at[rows] += 1
+    verb = "reads" if trainer else "writes"
+    lost = np.flatnonzero(end >= 0).tolist()
+    _refuse(f"{_where(plan, i)}: {verb} elements that the {side} layout does not have there" for i in lost)
 
 
-def _param_boxes(param: tuple[int, ...], start: Ints, strides: Ints, shape: Ints) -> tuple[Ints, Ints] | None:
-    """The regions as boxes [n, dims of the parameter] (first, one past last), or None if one is not a box of it."""
-    if any(size == 0 for size in param):
-        return None
-    steps = row_major(param)
-    low = np.stack([(start // step) % size for step, size in zip(steps, param, strict=True)], axis=1)
-    extent = np.ones_like(low)
-    matched = (shape == 1).astype(np.int64)
-    for j, step in enumerate(steps):
-        if param[j] == 1:
-            continue
-        hit = (strides == step) & (shape > 1)
-        extent[:, j] = np.where(hit, shape, 1).prod(axis=1)
-        if (hit.sum(axis=1) > 1).any():
-            return None
-        matched += hit
-    high = low + extent
-    inside = (start >= 0).all() and (high <= np.asarray(param)).all() and (start < prod(param)).all()
-    return (low, high) if inside and (matched == 1).all() else None
+def _numel(params: Sequence[Param]) -> Ints:
+    return np.fromiter((p.numel for p in params), np.int64, len(params))
 
 
-def _disjoint_elements(numel: int, start: Ints, strides: Ints, shape: Ints) -> bool:
-    """The slow way, for regions that are not boxes of the parameter (merged dims): count every element."""
-    hits = np.zeros(numel, np.uint8)
-    for s, step, size in zip(start.tolist(), strides.tolist(), shape.tolist(), strict=True):
-        index = np.asarray(s, np.int64)
-        for count, stride in zip(size, step, strict=True):
-            index = index[..., None] + np.arange(count, dtype=np.int64) * stride
-        flat = index.ravel()
-        if len(flat) and (flat.min() < 0 or flat.max() >= numel):
-            return False
-        if len(np.unique(flat)) != len(flat) or hits[flat].any():
-            return False
-        hits[flat] = 1
-    return True
+def _where(plan: Plan, row: int) -> str:
+    a, b = plan.source_params[int(plan.source[row])], plan.target_params[int(plan.target[row])]
+    name = plan.catalog.name(int(plan.tensor[row]))
+    return f"{name}, trainer rank {a.rank} {a.name} -> rollout rank {b.rank} {b.name}"

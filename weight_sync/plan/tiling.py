@@ -81,14 +81,22 @@ def _disjoint_elements(numel: int, start: Ints, strides: Ints, shape: Ints) -> b
         return False
     marks = np.zeros(numel, np.uint8)
     for s, step, size in zip(start.tolist(), strides.tolist(), shape.tolist(), strict=True):
-        dims = sorted((abs(stride), stride, count) for stride, count in zip(step, size, strict=True) if count > 1)
-        reach = 0
-        for stride, _, count in dims:  # each dim must step over everything the smaller ones reach, or elements may coincide
-            if stride <= reach:
-                return _all_differ(s, step, size, marks)
-            reach += stride * (count - 1)
-        region = as_strided(marks[s:], [count for *_, count in dims], [stride for _, stride, _ in dims])
-        if region.any():
+        region = as_strided(marks[s:], size, step)
+        if region.any() or not _injective(step, size):
             return False
         region[...] = 1
+    return True
+
+
+def _injective(strides: list[int], shape: list[int]) -> bool:
+    """Whether no two indices of a region give the same element."""
+    dims = sorted((abs(stride), count) for stride, count in zip(strides, shape, strict=True) if count > 1)
+    reach = 0
+    for stride, count in dims:
+        if stride <= reach:  # not the usual nesting, where each dim steps over all that the smaller ones reach: count
+            index = np.zeros(1, np.int64)
+            for step, size in dims:
+                index = (index[:, None] + np.arange(size, dtype=np.int64) * step).ravel()
+            return len(np.unique(index)) == len(index)
+        reach += stride * (count - 1)
     return True
