@@ -6,9 +6,10 @@ token to token and from step to step, so two weight versions do not generate the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,11 +89,25 @@ def make_checkpoint(path: str | Path, kind: str = "qwen3", *, seed: int = 0, dty
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     # One file whatever the size: tests and readers then need no index. transformers writes the on-disk names (one tensor
     # for each expert) although it holds stacked experts in memory.
-    model.save_pretrained(path, max_shard_size="1TB")
+    with _no_progress_bar():
+        model.save_pretrained(path, max_shard_size="1TB")
     file = path / "model.safetensors"
     tensors = {name: _random_like(name, tensor, seed) for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
     return path
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _random_like(name: str, tensor: torch.Tensor, seed: int) -> torch.Tensor:

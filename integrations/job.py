@@ -17,16 +17,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from weight_sync_integrations.ray.engine import EngineActor, connect_engine, read_config
-from weight_sync_integrations.ray.trainer import (
-    RayTrainers,
-    TrainerActor,
-    TrainerSpec,
-    gather,
-    make_checkpoint,
-    reference_tokens,
-)
-
 from weight_sync.config import JobConf, PauseChoice, PlacementConf, check_job, engine_yaml, family_for, family_yaml
 from weight_sync.errors import ConfigError, VerifyError
 from weight_sync.ids import Deadline
@@ -38,6 +28,15 @@ from weight_sync.session.contracts import PauseMode, RolloutEngine
 from weight_sync.session.inputs import Declared, layout_of
 from weight_sync.session.session import Timeouts, WeightSync
 from weight_sync.transport import preflight
+from weight_sync_integrations.ray.engine import EngineActor, connect_engine, read_config
+from weight_sync_integrations.ray.trainer import (
+    RayTrainers,
+    TrainerActor,
+    TrainerSpec,
+    gather,
+    make_checkpoint,
+    reference_tokens,
+)
 
 _LONG = 600.0
 """Seconds for one step of the job around a sync (building a model, a training step, an export)."""
@@ -152,7 +151,7 @@ def resolve_early(job: JobConf, config: Mapping[str, Any]) -> SyncSpec:
     trainer = None
     if job.trainer.kind == "megatron":
         t = job.trainer
-        multiple = (t.vocab_multiple or 128) * t.tp
+        multiple = t.vocab_multiple * t.tp
         # A Megatron parameter has the trainer's dtype, whatever the checkpoint says.
         own = dict(config) | ({"dtype": t.dtype} if t.dtype else {})
         trainer = Declared(family, own, trainer_dims(job), None, {"vocab_multiple": multiple})
@@ -248,7 +247,7 @@ def started_trainers(job: JobConf, path: str) -> Iterator[RayTrainers]:
     trainers = RayTrainers(actors)
     sizes = {a: getattr(t, a) for a in ("tp", "pp", "vpp", "ep", "etp", "cp")}
     transport = {"name": job.weight_sync.transport.name, **job.weight_sync.transport.options}
-    spec = TrainerSpec(t.kind, t.ranks, sizes, t.order, t.optimizer, t.learning_rate, t.dtype, transport)
+    spec = TrainerSpec(t.kind, t.ranks, sizes, t.order, t.optimizer, t.learning_rate, t.dtype, t.vocab_multiple, transport)
     try:
         host, port = gather({0: actors[0].rendezvous.remote()}, Deadline.after(_LONG), "rendezvous")[0]
         print(f"building {t.ranks} trainer ranks ({t.kind}: {', '.join(f'{k}{v}' for k, v in sizes.items())})", flush=True)
@@ -271,6 +270,8 @@ def started_engines(job: JobConf, path: str, token: str, folder: Path) -> Iterat
         "token": token,
         "tp": r.tp,
         "pp": r.pp,
+        "ep": r.moe_ep,
+        "attn_dp": r.attn_dp,
         "device": r.device,
         "dtype": r.dtype or "auto",
         "host": r.host,
@@ -280,10 +281,6 @@ def started_engines(job: JobConf, path: str, token: str, folder: Path) -> Iterat
         "environment": dict(r.environment),
         **r.options,
     }
-    if r.kind == "sglang":
-        common |= {"ep": r.moe_ep, "attn_dp": r.attn_dp}
-    else:
-        common |= {"expert_parallel": r.moe_ep > 1}
     actors = [ray.remote(EngineActor).options(**_options(None, r.placement, {})).remote() for _ in range(r.engines)]
     engines: list[Any] = []
     try:

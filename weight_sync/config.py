@@ -135,7 +135,7 @@ class PlacementConf:
 class TrainerConf:
     """The trainer side. kind: megatron or fsdp2. python: interpreter of its environment. dp follows from ranks.
 
-    vocab_multiple: rows to which Megatron pads the vocabulary, before tp; null: 128 (its default), times tp.
+    vocab_multiple: Megatron pads the vocabulary to a multiple of this times tp (make_vocab_size_divisible_by).
     pipeline: layers of each virtual stage. optimizer: distributed or replicated (megatron).
     """
 
@@ -150,7 +150,7 @@ class TrainerConf:
     cp: int = 1
     pipeline: list[int] | None = None
     order: str = "tp-cp-ep-dp-pp"
-    vocab_multiple: int | None = None
+    vocab_multiple: int = 128
     optimizer: str = "distributed"
     learning_rate: float = 0.01
     dtype: str | None = None
@@ -331,7 +331,7 @@ def engine_yaml(name: str) -> dict[str, Any]:
 
 
 def family_for(config: Mapping[str, Any]) -> str:
-    """The family whose `architectures` holds the HF config's architecture, by exact name. Raises FamilyError for none or two."""
+    """The family whose `architectures` holds the HF config's architecture, by exact name. FamilyError for none or two."""
     wanted = set(cast("list[str]", config.get("architectures") or []))
     known: dict[str, list[str]] = {}
     for item in _files("weight_sync", "family"):

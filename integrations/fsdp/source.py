@@ -95,9 +95,13 @@ class FsdpSource:
         import torch
 
         self._guard.close()
-        self._reshard()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        try:
+            self._reshard()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except BaseException:
+            self._guard.open()
+            raise
 
     def release(self) -> None:
         """Steps are allowed again. Raises SessionError if no sync is running."""

@@ -20,7 +20,12 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import multi_latent_attention, multi_token_prediction, transformer_block
+from megatron.core.transformer import (
+    mla_qk_norm_config,
+    multi_latent_attention,
+    multi_token_prediction,
+    transformer_block,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
@@ -236,5 +241,7 @@ def install() -> None:
     multi_latent_attention.TELinear = TELinear
     multi_latent_attention.TEColumnParallelLinear = TEColumnParallelLinear
     multi_latent_attention.TELayerNormColumnParallelLinear = TELayerNormColumnParallelLinear
+    choose = mla_qk_norm_config.get_backend
+    mla_qk_norm_config.get_backend = lambda name: CpuSpecProvider() if name == "transformer_engine" else choose(name)
     gpt_layer_specs.TENorm = TENorm
     transformer_block.LayerNormImpl = TENorm

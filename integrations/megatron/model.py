@@ -13,6 +13,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -177,6 +178,10 @@ def _configure(provider: Any, dims: TrainerDims, dtype: torch.dtype, on_cpu: boo
             raise BindError(f"{type(provider).__name__} of the installed megatron-bridge has no setting {name}")
         setattr(provider, name, value)
     provider.moe_grouped_gemm = bool(provider.num_moe_experts)
+    spec = provider.transformer_layer_spec
+    if on_cpu and isinstance(spec, partial) and spec.keywords.get("use_transformer_engine") is False:
+        # Some families' bridges chose the local spec when they were imported without TE; the stand-ins make it wrong.
+        provider.transformer_layer_spec = partial(spec, use_transformer_engine=True)
 
 
 @contextlib.contextmanager

@@ -141,7 +141,7 @@ class MegatronSource:
         for index, chunk in enumerate(chunks):
             prefix = f"vp{index}." if len(chunks) > 1 else ""
             for name, param in chunk.named_parameters():
-                yield prefix + name, param.detach() if type(param.data).__name__ == "Tensor" else param
+                yield prefix + name, param.detach()
             for module_name, module in chunk.named_modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     if name not in module._non_persistent_buffers_set and buffer.is_floating_point():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,14 @@ class EngineActor:
             from weight_sync_integrations.sglang import launch as sglang
 
             values["worker_host"] = values["host"]
-            self._server = sglang.start(sglang.ServerSpec(**values), deadline)
+            self._server = sglang.start(_spec(sglang.ServerSpec, kind, values), deadline)
             workers = [[w.rank, w.host, w.port] for w in self._server.workers]
             return {"name": self._server.name, "url": self._server.url, "workers": workers}
         if kind == "vllm":
             from weight_sync_integrations.vllm import launch as vllm
 
-            values.setdefault("port", _free_port(values["host"]))
-            self._server = vllm.start(vllm.ServerSpec(**values), deadline)
+            del values["attn_dp"]
+            self._server = vllm.start(_spec(vllm.ServerSpec, kind, values), deadline)
             return {"name": self._server.name, "url": self._server.url, "workers": []}
         raise ConfigError(f"rollout.kind={kind!r}: must be sglang or vllm")
 
@@ -109,7 +109,8 @@ def check_safetensors(file: Path) -> None:
         raise ConfigError(f"{file}: {size} bytes, but its header describes {8 + length + end}: truncated or damaged")
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+def _spec(made_by: Any, kind: str, values: Mapping[str, Any]) -> Any:
+    known = {field.name for field in fields(made_by)}
+    if unknown := sorted(set(values) - known):
+        raise ConfigError(f"rollout.options: {kind} servers have no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    return made_by(**values)

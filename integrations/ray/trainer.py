@@ -16,7 +16,7 @@ from weight_sync.ids import Deadline
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """What every rank builds. sizes: tp pp vpp ep etp cp. transport: {"name": ..., options} for weight_sync.transport.create."""
+    """What every rank builds. sizes: tp pp vpp ep etp cp. transport: {"name": ..., options}, for transport.registry.create."""
 
     kind: str
     ranks: int
@@ -25,6 +25,7 @@ class TrainerSpec:
     optimizer: str
     learning_rate: float
     dtype: str | None
+    vocab_multiple: int
     transport: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -68,10 +69,9 @@ class TrainerActor:
         return {"rank": self.rank, "params": len(source.tensors())}
 
     def _megatron(self, spec: TrainerSpec, hf_path: str) -> Any:
+        from weight_sync.layout.parallel import TrainerDims
         from weight_sync_integrations.megatron.model import build
         from weight_sync_integrations.megatron.source import MegatronSource
-
-        from weight_sync.layout.parallel import TrainerDims
 
         self._trainer = build(
             hf_path,
@@ -79,6 +79,7 @@ class TrainerActor:
             optimizer=spec.optimizer,  # type: ignore[arg-type]
             learning_rate=spec.learning_rate,
             dtype=spec.dtype,
+            vocab_multiple=spec.vocab_multiple,
         )
         return MegatronSource(self._trainer.chunks, self._trainer.optimizer, rank_order=spec.order)
 
@@ -149,7 +150,7 @@ def gather(refs: Mapping[int, Any], deadline: Deadline, what: str) -> dict[int, 
     """All results, by rank. Raises the first rank's own error with the others as notes; waits for all first."""
     import ray
 
-    ready, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=deadline.remaining())
+    _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=deadline.remaining())
     if late:
         ranks = sorted(rank for rank, ref in refs.items() if ref in late)
         raise DeadlineExceeded(f"trainer ranks {ranks}: {what} not done within {deadline.seconds:g} s")

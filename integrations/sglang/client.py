@@ -18,8 +18,6 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.ids import Deadline
-from weight_sync.session.contracts import LiveParam, LiveStorage, RankDescription
-from weight_sync.transport.base import Endpoint
 from weight_sync_integrations.sglang.launch import WorkerAddress
 
 _ERRORS: dict[str, type[WeightSyncError]] = {
@@ -128,20 +126,3 @@ def _json(answer: httpx.Response) -> Any:
         return answer.json()
     except ValueError:
         return None
-
-
-def rank_description(data: dict[str, Any]) -> RankDescription:
-    """TargetAgent.describe()'s plain data as the contract's frozen type."""
-    endpoint = data.get("endpoint")
-    return RankDescription(
-        rank=data["rank"],
-        host=data["host"],
-        coords=dict(data["coords"]),
-        epoch=data["epoch"],
-        params=tuple(
-            LiveParam(**{**param, "shape": tuple(param["shape"]), "stride": tuple(param["stride"])}) for param in data["params"]
-        ),
-        storages=tuple(LiveStorage(**storage) for storage in data["storages"]),
-        endpoint=None if endpoint is None else Endpoint(**endpoint),
-        shards=data.get("shards"),
-    )

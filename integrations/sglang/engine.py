@@ -22,8 +22,8 @@ from typing import Any
 
 from weight_sync.errors import RolloutError, SessionError, WeightSyncError
 from weight_sync.ids import Deadline
-from weight_sync.session.contracts import EngineDescription, PauseMode, RankDescription, Receipt
-from weight_sync_integrations.sglang.client import Http, Workers, rank_description
+from weight_sync.session.contracts import EngineDescription, PauseMode, RankDescription, Receipt, describe_from_json
+from weight_sync_integrations.sglang.client import Http, Workers
 from weight_sync_integrations.sglang.launch import WorkerAddress
 
 _POLL = 0.02
@@ -225,7 +225,7 @@ class SglangEngine:
 
     def _describe_ranks(self, deadline: Deadline) -> tuple[RankDescription, ...]:
         answers = self._workers.all("describe", {}, deadline)
-        return tuple(rank_description(answers[rank]) for rank in self._workers.ranks)
+        return tuple(describe_from_json(answers[rank]) for rank in self._workers.ranks)
 
     def _version(self, deadline: Deadline) -> int:
         """-1 until a number was stamped: SGLang starts with the word "default"."""

@@ -120,15 +120,14 @@ class Worker:
 
     def identity(self, payload: dict[str, Any]) -> dict[str, Any]:
         """What is served and how it is cut. aliases: other names of tensors that tensors() lists once."""
-        import sglang
-        import torch
+        from importlib.metadata import version
 
         return {
             "model": self._model_config(),
             "coords": self._coords,
             "sizes": self._sizes,
             "aliases": live_aliases(self._models()),
-            "software": {"sglang": sglang.__version__, "torch": torch.__version__},
+            "software": {name: version(name) for name in ("sglang", "torch")},
         }
 
     def begin(self, payload: dict[str, Any]) -> dict[str, Any]:

@@ -67,15 +67,22 @@ def test_a_call_runs_on_the_owners_thread_and_large_payloads_come_back_whole(own
     assert owner.threads == {owner.thread.ident}
 
 
-@pytest.mark.parametrize("token", ["", "wrong", "secret "])
+@pytest.mark.parametrize("token", ["wrong", "secre", "secrets", "SECRET"])
 def test_a_wrong_token_is_refused_and_nothing_is_run(owner: Owner, token: str) -> None:
     with pytest.raises(RolloutError, match=r"rollout rank 0 at .*: echo answered 401 Unauthorised"):
         workers(owner, token).all("echo", {}, Deadline.after(10))
     assert not owner.threads
 
 
+def test_a_request_without_any_token_is_refused(owner: Owner) -> None:
+    connection = HTTPConnection("127.0.0.1", owner.endpoint.port, timeout=10)
+    connection.request("POST", "/call", b'{"method": "echo", "payload": {}, "seconds": 1}')
+    assert connection.getresponse().status == 401
+    assert not owner.threads
+
+
 def test_errors_keep_their_kind_and_a_bug_says_where_it_was(owner: Owner) -> None:
-    with pytest.raises(SessionError, match="engine e, rollout rank 0 .* not now"):
+    with pytest.raises(SessionError, match=r"engine e, rollout rank 0 .* not now"):
         workers(owner).all("refuse", {}, Deadline.after(10))
     with pytest.raises(BindError, match="does not fit"):
         workers(owner).all("misfit", {}, Deadline.after(10))

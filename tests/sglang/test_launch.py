@@ -19,8 +19,8 @@ from weight_sync_integrations.sglang.launch import CPU_SITE, ServerSpec, command
 Make = Callable[..., Path]
 
 
-def spec(model: Path, **values: Any) -> ServerSpec:
-    defaults = {"model": str(model), "token": "top-secret", "max_total_tokens": 64}
+def spec(folder: Path, **values: Any) -> ServerSpec:
+    defaults = {"model": str(folder), "token": "top-secret", "max_total_tokens": 64}
     return ServerSpec(**{**defaults, **values})
 
 

@@ -51,6 +51,7 @@ def test_every_saved_tensor_is_found_in_the_live_parameters(name: str, stack: No
     import transformers
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
+
     from weight_sync_integrations.fsdp.names import hf_views
     from weight_sync_integrations.fsdp.source import shard_of
 
@@ -75,6 +76,7 @@ def test_every_saved_tensor_is_found_in_the_live_parameters(name: str, stack: No
 def test_a_tensor_that_is_computed_when_it_is_saved_is_refused_by_name(stack: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from transformers import core_model_loading
+
     from weight_sync_integrations.fsdp.names import hf_views
 
     monkeypatch.setattr(
@@ -87,6 +89,7 @@ def test_a_tensor_that_is_computed_when_it_is_saved_is_refused_by_name(stack: No
 def test_checkpoints_depend_on_the_seed_and_on_nothing_else(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file
+
     from weight_sync_integrations.checkpoints import make_checkpoint
 
     first = load_file(checkpoint("qwen3_moe") / "model.safetensors")

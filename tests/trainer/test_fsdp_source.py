@@ -115,13 +115,14 @@ def test_shards_rebuild_every_checkpoint_tensor_exactly(
     assert len({tuple(result["losses"]) for result in results}) == 1
 
 
-def with_tensor_parallel(rank: int, source: Path, first: str) -> dict[str, Any]:
+def with_tensor_parallel(rank: int, source: Path) -> dict[str, Any]:
     """FSDP2 over a tensor-parallel MLP: torch's order (TP first), whose shards are strided but boxes."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from transformers import AutoModelForCausalLM
+
     from weight_sync_integrations.fsdp.source import FsdpSource
 
     model = AutoModelForCausalLM.from_pretrained(source)
@@ -148,7 +149,7 @@ def with_tensor_parallel(rank: int, source: Path, first: str) -> dict[str, Any]:
 def test_fsdp_over_tensor_parallel_reports_the_strided_shards_at_their_real_offsets(
     checkpoint: Callable[..., Path], ranks: Callable[..., list[Any]]
 ) -> None:
-    results = ranks(4, with_tensor_parallel, checkpoint("qwen3"), "tp")
+    results = ranks(4, with_tensor_parallel, checkpoint("qwen3"))
     assert all("_StridedShard" in result["placements"] for result in results), "torch changed: no strided shard to test"
     assert [result["wrong"] for result in results] == [[]] * 4
     gate = "model.layers.0.mlp.gate_proj.weight"
@@ -164,6 +165,7 @@ def scattered(rank: int) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import _StridedShard
+
     from weight_sync_integrations.fsdp.source import local_box
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -179,6 +181,7 @@ def test_a_shard_that_is_not_one_box_is_refused_by_name(ranks: Callable[..., lis
 
 def guarded(rank: int, source: Path) -> list[str]:
     import torch
+
     from weight_sync_integrations.fsdp.model import build
     from weight_sync_integrations.fsdp.source import FsdpSource
 
@@ -216,6 +219,7 @@ def test_lora_adapters_are_refused_by_name(checkpoint: Callable[..., Path], rank
 def with_adapter(rank: int, source: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM
+
     from weight_sync_integrations.fsdp.source import FsdpSource
 
     model = AutoModelForCausalLM.from_pretrained(source)

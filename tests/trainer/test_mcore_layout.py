@@ -32,6 +32,7 @@ def mapped(rank: int, source: Path, parallel: dict[str, int]) -> dict[str, Any]:
     """Oracle ids of every parameter of this rank; the live values must be the checkpoint's at those ids."""
     import torch
     from safetensors.torch import load_file
+
     from weight_sync_integrations.megatron.model import build, checkpoint_shapes
     from weight_sync_integrations.megatron.oracle import element_ids, oracle_ids
     from weight_sync_integrations.megatron.source import MegatronSource
@@ -56,6 +57,7 @@ def test_the_declared_layout_puts_every_element_where_megatron_bridge_loads_it(
     model: str, parallel: dict[str, int], checkpoint: Callable[..., Path], ranks: Callable[..., list[Any]]
 ) -> None:
     import numpy as np
+
     from weight_sync.config import family_yaml
     from weight_sync.layout.family import apply, mcore_convention, parse_family
     from weight_sync.layout.parallel import TrainerDims

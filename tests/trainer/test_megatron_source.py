@@ -19,6 +19,7 @@ def described(rank: int, source: Path, parallel: dict[str, int], optimizer: str)
     """Describe, and read every parameter's bytes back through address, offset and shape alone."""
     import torch
     from megatron.core.utils import unwrap_model
+
     from weight_sync_integrations.megatron.model import build
     from weight_sync_integrations.megatron.source import MegatronSource
 
@@ -157,6 +158,7 @@ def refused(rank: int, source: Path) -> dict[str, str]:
     """One kind of unreadable parameter after another, made on a real model."""
     import torch
     from megatron.core.utils import unwrap_model
+
     from weight_sync_integrations.megatron.model import build
     from weight_sync_integrations.megatron.source import MegatronSource
 
@@ -226,6 +228,7 @@ def test_a_rank_order_that_is_not_the_trainers_is_noticed(
 def moved(rank: int, source: Path) -> tuple[int, int, list[str]]:
     import torch
     from megatron.core.utils import unwrap_model
+
     from weight_sync_integrations.megatron.model import build
     from weight_sync_integrations.megatron.source import MegatronSource
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import errno
 import os
@@ -83,6 +84,30 @@ class TestCma(TransportConformance):
         assert side.send(peer, writes) == 5 * MB + 2
         assert peer.digest() == side.expect(peer, writes)
         side.transport.close()
+
+    def test_a_kernel_that_moves_only_part_of_a_call_is_asked_again_for_the_rest(
+        self, source: Source, peer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = source.transport._libc.process_vm_writev
+        calls = []
+
+        class Stingy:
+            process_vm_readv = source.transport._libc.process_vm_readv
+
+            @staticmethod
+            def process_vm_writev(pid: int, local: int, count: int, remote: int, _: int, flags: int) -> int:
+                vectors = [(ctypes.c_int64 * 2).from_address(at)[:] for at in (local, remote)]
+                for vector in vectors:
+                    vector[1] = min(vector[1], 1000)
+                calls.append(count)
+                pair = (ctypes.c_int64 * 4)(*vectors[0], *vectors[1])
+                return real(pid, ctypes.addressof(pair), 1, ctypes.addressof(pair) + 16, 1, flags)
+
+        monkeypatch.setattr(source.transport, "_libc", Stingy)
+        writes = [(0, 16 * KB, 3500), (9000, 100 * KB, 10), (20_000, 200 * KB, 2001)]
+        assert source.send(peer, writes) == 5511
+        assert peer.digest() == source.expect(peer, writes)
+        assert len(calls) > 7
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone else")
     def test_another_users_process_cannot_be_written_to_and_the_error_says_what_to_do(self, peer: Any) -> None:

@@ -161,6 +161,16 @@ def test_a_delay_past_the_deadline_is_an_error_and_the_bytes_land_afterwards() -
     assert pair.peer.count(0) == 4096
 
 
+def test_what_a_passed_deadline_left_on_the_wire_lands_afterwards() -> None:
+    pair = Pair()
+    with pytest.raises(TransportError) as caught:
+        pair.source.send(pair.peer, [WRITE], seconds=0.0)
+    assert (caught.value.code, caught.value.tensor) == ("deadline", "tensor0")
+    assert untouched(pair)
+    pair.source.transport.settle()
+    assert landed(pair)
+
+
 def test_an_error_names_its_tensor_and_code_while_the_rest_of_the_batch_lands() -> None:
     pair = Pair(w1=Fault(FaultKind.ERROR, code=-1))
     writes = [WRITE, (0, 100 * KB, 50), (0, 200 * KB, 60)]

@@ -29,6 +29,9 @@ from weight_sync_integrations.vllm.launch import ServerSpec, start
 LAYOUT = Layout("qwen3_moe", tp=2, ep=True)
 TOKEN = "server-token"
 
+# The server imports vLLM in four processes; the first test waits for that.
+pytestmark = pytest.mark.timeout(480)
+
 
 def soon() -> Deadline:
     return Deadline.after(60)
@@ -59,7 +62,7 @@ def server(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
         log=str(tmp_path_factory.mktemp("server") / "server.log"),
         transport={"name": "cma", "any_tracer": True},
     )
-    with start(spec, Deadline.after(240)) as running:
+    with start(spec, Deadline.after(400)) as running:
         yield running
 
 
@@ -102,7 +105,7 @@ def write(folder: Path, bindings: dict[int, dict[str, Any]], only: int | None = 
         names = list(binding["addresses"])
         arrays = [np.ascontiguousarray(slices[name].numpy()) for name in names]
         transport.register([Region(array.ctypes.data, array.nbytes) for array in arrays])
-        endpoint = Endpoint(**binding["endpoint"])
+        endpoint = Endpoint.from_json(binding["endpoint"])
         transport.probe(endpoint, soon())
         batch = Batch(
             endpoint=endpoint,

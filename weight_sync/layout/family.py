@@ -117,7 +117,7 @@ def _mapping(value: object, where: str) -> dict[str, Any]:
 def _names(value: object, where: str) -> list[str]:
     items = cast("list[object]", value) if isinstance(value, list) else None
     if value is not None and (items is None or not all(isinstance(item, str) for item in items)):
-        raise FamilyError(f"{where} must be a list of names, got {_short(value)}")
+        raise FamilyError(f"{where} must be a list of names, got {_short(cast('object', value))}")
     return cast("list[str]", items or [])
 
 
@@ -244,7 +244,7 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
 def _numbers(value: object, where: str) -> set[int]:
     items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else None
     if value is not None and (items is None or not all(isinstance(n, int) for n in items)):
-        raise FamilyError(f"{where} of the HF config must be a list of layers, got {_short(value)}")
+        raise FamilyError(f"{where} of the HF config must be a list of layers, got {_short(cast('object', value))}")
     return set(cast("Sequence[int]", items or []))
 
 

@@ -39,6 +39,12 @@ class Param:
         return prod(self.shape)
 
 
+def digest_text(params: Sequence[Param]) -> bytes:
+    """What a digest takes of parameters: their number, then everything they hold."""
+    lines = [f"{p.rank} {p.name} {p.shape} {p.dtype} {p.filling}" for p in params]
+    return "\n".join([str(len(lines)), *lines, ""]).encode()
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One box of one HF tensor in one parameter; see the module docstring for start and strides (elements)."""
@@ -116,8 +122,7 @@ class Layout:
     def digest(self) -> str:
         """128-bit digest of everything in the layout; equal layouts have equal digests on every machine."""
         hasher = xxhash.xxh3_128(f"{self.side} {self.world} {self.catalog.digest}".encode())
-        for p in self.params:
-            hasher.update(f"{p.rank} {p.name} {p.shape} {p.dtype} {p.filling}\n".encode())
+        hasher.update(digest_text(self.params))
         for column in (self.tensor, self.param, self.offset, self.shape, self.start, self.strides):
             hasher.update(np.ascontiguousarray(column, "<i8").data)
         return hasher.hexdigest()
@@ -165,10 +170,19 @@ def layout_from_shards(
 ) -> Layout:
     """A layout read from live processes. params[rank], shards[rank] (as Layout.rank_to_json writes them).
 
-    Raises FamilyError for a tensor the catalog does not have, a box outside the tensor or a parameter that is not there.
+    Empty shards (uneven FSDP) are left out. Raises FamilyError for a tensor the catalog does not have, a box outside the
+    tensor, a parameter that is not there or named twice, and elements outside the parameter.
     """
+    if len(params) != len(shards):
+        raise FamilyError(f"{side}: parameters of {len(params)} ranks, but shards of {len(shards)}")
     flat = [param for rank_params in params for param in rank_params]
-    row = {(p.rank, p.name): i for i, p in enumerate(flat)}
+    row: dict[tuple[int, str], int] = {}
+    for i, (rank, p) in enumerate((rank, p) for rank, rank_params in enumerate(params) for p in rank_params):
+        if p.rank != rank:
+            raise FamilyError(f"{side} rank {rank}: {p.name} says it is of rank {p.rank}")
+        if (rank, p.name) in row:
+            raise FamilyError(f"{side} rank {rank}: two parameters are named {p.name}")
+        row[rank, p.name] = i
     columns: list[tuple[int, int, list[int], list[int], int, list[int]]] = []
     for rank, items in enumerate(shards):
         for item in items:
@@ -183,6 +197,18 @@ def layout_from_shards(
                 )
             if (rank, item["param"]) not in row:
                 raise FamilyError(f"{side} rank {rank}: {item['tensor']} is said to be in {item['param']}, which is not there")
+            if not box.volume:
+                continue
+            start, strides, numel = int(item["start"]), list(item["strides"]), flat[row[rank, item["param"]]].numel
+            if len(strides) != len(box.shape):
+                raise FamilyError(f"{side} rank {rank}: {item['tensor']}: {len(strides)} strides for box {box}")
+            reach = [(size - 1) * step for size, step in zip(box.shape, strides, strict=True)]
+            first, last = start + sum(min(r, 0) for r in reach), start + sum(max(r, 0) for r in reach)
+            if first < 0 or last >= numel:
+                raise FamilyError(
+                    f"{side} rank {rank}: box {box} of {item['tensor']} would take elements {first} to {last} "
+                    f"of {item['param']}, which has {numel}"
+                )
             pad = catalog.ndim - len(pattern.shape)
             columns.append(
                 (
@@ -190,8 +216,8 @@ def layout_from_shards(
                     row[rank, item["param"]],
                     [*box.offset, *[0] * pad],
                     [*box.shape, *[1] * pad],
-                    int(item["start"]),
-                    [*item["strides"], *[0] * pad],
+                    start,
+                    [*strides, *[0] * pad],
                 )
             )
     columns.sort(key=lambda c: (c[1], c[4], c[0], c[2]))

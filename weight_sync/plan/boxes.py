@@ -63,11 +63,11 @@ def distinct_boxes(layout: Layout) -> Boxes:
 def holders(layout: Layout, boxes: Boxes) -> Holders:
     """Who holds what. Shards come in layout order, that is by rank."""
     overlapping = overlapping_tensors(boxes)
-    if not overlapping:
-        rows = np.argsort(boxes.group, kind="stable")
-        return Holders(boxes, rows, np.searchsorted(boxes.group[rows], np.arange(len(boxes.tensor) + 1)))
     by_group = np.argsort(boxes.group, kind="stable")
-    first = np.searchsorted(boxes.group[by_group], np.arange(len(boxes.tensor) + 1)).tolist()
+    bounds = np.searchsorted(boxes.group[by_group], np.arange(len(boxes.tensor) + 1))
+    if not overlapping:
+        return Holders(boxes, by_group, bounds)
+    first: list[int] = bounds.tolist()
     tensors, low = np.unique(boxes.tensor, return_index=True)
     ends = [*low.tolist()[1:], len(boxes.tensor)]
     cut: list[tuple[int, Box]] = []

@@ -18,7 +18,7 @@ import xxhash
 from weight_sync.errors import PlanError
 from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.catalog import Catalog
-from weight_sync.layout.table import Ints, Layout, Param
+from weight_sync.layout.table import Ints, Layout, Param, digest_text
 
 COLUMNS = ("tensor", "offset", "shape", "source", "source_start", "source_strides", "target", "target_start", "target_strides")
 
@@ -77,8 +77,7 @@ class Plan:
         hasher = xxhash.xxh3_128(f"{self.catalog.digest} {self.source_world} {self.target_world}".encode())
         hasher.update(repr((self.source_hosts, self.target_hosts)).encode())
         for params in (self.source_params, self.target_params):
-            for p in params:
-                hasher.update(f"{p.rank} {p.name} {p.shape} {p.dtype} {p.filling}\n".encode())
+            hasher.update(digest_text(params))
         for name in COLUMNS:
             hasher.update(np.ascontiguousarray(getattr(self, name), "<i8").data)
         return hasher.hexdigest()
@@ -106,30 +105,33 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that to_json wrote. Raises PlanError when the stored digest is not that of the content."""
+        """The plan that to_json wrote. Raises PlanError when something is missing or its digest is not that of the content."""
         if data.get("format") != "weight_sync.plan/1":
             raise PlanError(f"not a saved plan of this version: format is {data.get('format')!r}, want 'weight_sync.plan/1'")
-        catalog = Catalog.from_json(data["catalog"])
-        columns = {name: np.asarray(data["transfers"][name], np.int64) for name in COLUMNS}
-        for name in ("offset", "shape", "source_strides", "target_strides"):
-            columns[name] = columns[name].reshape(-1, catalog.ndim)
-
-        def params(side: str) -> tuple[Param, ...]:
-            return tuple(Param(r, n, tuple(s), d, f) for r, n, s, d, f in data[side]["params"])
-
-        plan = cls(
-            catalog,
-            params("source"),
-            params("target"),
-            data["source"]["world"],
-            data["target"]["world"],
-            tuple(data["source"]["hosts"]),
-            tuple(data["target"]["hosts"]),
-            **columns,
-        )
-        if plan.digest != data["digest"]:
-            raise PlanError(f"saved plan is damaged: its content has digest {plan.digest}, it says {data['digest']}")
+        try:
+            catalog = Catalog.from_json(data["catalog"])
+            columns = {name: np.asarray(data["transfers"][name], np.int64) for name in COLUMNS}
+            for name in ("offset", "shape", "source_strides", "target_strides"):
+                columns[name] = columns[name].reshape(-1, catalog.ndim)
+            plan = cls(
+                catalog,
+                _params(data["source"]),
+                _params(data["target"]),
+                data["source"]["world"],
+                data["target"]["world"],
+                tuple(data["source"]["hosts"]),
+                tuple(data["target"]["hosts"]),
+                **columns,
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise PlanError(f"saved plan is damaged: {type(error).__name__}: {error}") from None
+        if plan.digest != data.get("digest"):
+            raise PlanError(f"saved plan is damaged: its content has digest {plan.digest}, it says {data.get('digest')}")
         return plan
+
+
+def _params(side: Mapping[str, Any]) -> tuple[Param, ...]:
+    return tuple(Param(r, n, tuple(s), d, f) for r, n, s, d, f in side["params"])
 
 
 def same_inputs(source: Layout, target: Layout) -> None:

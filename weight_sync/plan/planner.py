@@ -83,10 +83,12 @@ def _same_dtypes(source: Layout, target: Layout) -> None:
     for side, layout in enumerate((source, target)):
         index = np.asarray([names.index(d) for d in layout.dtypes], np.int64)
         found[side, index[layout.param_dtype[layout.param]], layout.tensor] = True
-    wrong = np.flatnonzero(found.any(axis=0).sum(axis=0) > 1).tolist()
+    kinds: Ints = found.any(axis=0).astype(np.int64).sum(axis=0)
+    wrong: list[int] = np.flatnonzero(kinds > 1).tolist()
 
     def said(side: int, tensor: int) -> str:
-        return " and ".join(names[i] for i in np.flatnonzero(found[side, :, tensor]).tolist()) or "absent"
+        present: list[bool] = found[side, :, tensor].tolist()
+        return " and ".join(name for name, here in zip(names, present, strict=True) if here) or "absent"
 
     if wrong:
         raise PlanError(
@@ -158,9 +160,10 @@ def _choose(
     heaps: dict[tuple[tuple[int, ...], str], list[tuple[int, int, int]]] = {}
     heap_of: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
     chosen: list[int] = []
-    columns = (box[open_].tolist(), nbytes[open_].tolist(), target_rank[open_].tolist())
-    for b, n, t in zip(*columns, strict=True):
-        host = target_hosts[t]
+    boxes_: list[int] = box[open_].tolist()
+    sizes: list[int] = nbytes[open_].tolist()
+    hosts: list[str] = [target_hosts[t] for t in target_rank[open_].tolist()]
+    for b, n, host in zip(boxes_, sizes, hosts, strict=True):
         heap = heap_of.get((b, host))
         if heap is None:
             who = tuple(ranks[firsts[b] : firsts[b + 1]])

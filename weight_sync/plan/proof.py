@@ -93,15 +93,15 @@ def _tiled(plan: Plan) -> None:
     written = np.bincount(plan.target, weights=plan.shape.prod(axis=1), minlength=len(plan.target_params)).astype(np.int64)
     filling = np.fromiter((p.filling for p in plan.target_params), np.int64, len(plan.target_params))
     want = _numel(plan.target_params) - filling
-    _refuse(
-        f"rollout rank {p.rank}, {p.name}: {int(written[i])} elements are written, {int(want[i])} are needed"
-        for i in np.flatnonzero(written != want).tolist()
-        for p in (plan.target_params[i],)
-    )
+    problems: list[str] = []
+    wrong: list[int] = np.flatnonzero(written != want).tolist()
+    for i in wrong:
+        p = plan.target_params[i]
+        problems.append(f"rollout rank {p.rank}, {p.name}: {int(written[i])} elements are written, {int(want[i])} are needed")
+    _refuse(problems)
     order = np.lexsort((plan.target_start, plan.target))
     first = np.searchsorted(plan.target[order], np.arange(len(plan.target_params) + 1))
     columns = (plan.target_start[order], plan.target_strides[order], plan.shape[order])
-    problems: list[str] = []
     for i in _unlike(plan.target_params, first, columns):
         rows = slice(int(first[i]), int(first[i + 1]))
         p = plan.target_params[i]
@@ -118,7 +118,8 @@ def _unlike(params: Sequence[Param], first: Ints, columns: tuple[Ints, Ints, Int
     shape_of = np.fromiter((shapes.setdefault(p.shape, len(shapes)) for p in params), np.int64, len(params))
     # A cheap fingerprint finds likely equals; whether they are equal is then checked entry by entry.
     start, strides, shape = columns
-    mixed = start * 31 + (strides * (2 * np.arange(strides.shape[1]) + 3)).sum(axis=1) + shape.sum(axis=1) * 17
+    weights = 2 * np.arange(strides.shape[1], dtype=np.int64) + 3
+    mixed: Ints = start * 31 + strides @ weights + shape @ weights * 17
     sums = np.append(0, np.cumsum(mixed))
     key = np.stack([shape_of, count, sums[first[1:]] - sums[first[:-1]]], axis=1)
     _, model, group = np.unique(key, axis=0, return_index=True, return_inverse=True)
@@ -168,7 +169,7 @@ def _as_laid_out(plan: Plan, side: Side, layout: Layout) -> None:
     """Each transfer's map into one side's parameter is that of a shard of the layout, which holds the transfer's box."""
     trainer = side is Side.TRAINER
     params, world = (plan.source_params, plan.source_world) if trainer else (plan.target_params, plan.target_world)
-    if params is not layout.params and params != layout.params or world != layout.world:
+    if (params is not layout.params and params != layout.params) or world != layout.world:
         raise PlanError(f"the plan was not made for this {side} layout: their parameters differ")
     if plan.catalog.digest != layout.catalog.digest:
         raise PlanError(f"the plan was not made for this {side} layout: it is of another model")

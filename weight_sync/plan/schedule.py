@@ -14,10 +14,13 @@ from functools import cached_property
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from weight_sync.layout.table import Ints
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.runs import inner_elements
+
+Floats = NDArray[np.float64]
 
 
 class Method(IntEnum):
@@ -155,7 +158,7 @@ def make_schedule(plan: Plan, costs: CostModel | None = None, budget: Budget | N
     return Schedule(plan, method.astype(np.int64), tuple(pieces), costs, budget)
 
 
-def _seconds(nbytes: Ints, runs: Ints, source_whole: Ints, target_whole: Ints, costs: CostModel) -> tuple[Ints, Ints]:
+def _seconds(nbytes: Ints, runs: Ints, source_whole: Ints, target_whole: Ints, costs: CostModel) -> tuple[Floats, Floats]:
     copies = (~source_whole).astype(np.int64) + (~target_whole)
     direct = runs * costs.seconds_per_write + nbytes / costs.wire
     packed = costs.seconds_per_write + nbytes / costs.wire + copies * nbytes / costs.copy

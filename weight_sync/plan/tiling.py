@@ -24,10 +24,10 @@ def disjoint(param: tuple[int, ...], start: Ints, strides: Ints, shape: Ints) ->
     low, high = low[order], high[order]
     for i in range(0, len(low), 512):  # in blocks that keep memory small, against what starts before the block ends
         block = slice(i, i + 512)
-        reach = int(np.searchsorted(low[:, 0], high[block, 0].max()))
+        reach = int(np.searchsorted(low[:, 0], int(high[block, 0].max())))
         other = slice(i, max(reach, i + 1))
         common = np.minimum(high[block, None], high[None, other]) > np.maximum(low[block, None], low[None, other])
-        hits = common.all(axis=2)
+        hits: NDArray[np.bool_] = np.all(common, axis=2)
         n = len(low[block])
         if hits[:, n:].any() or hits[:, :n].sum() != n:
             return False
@@ -39,7 +39,9 @@ def inside(numel: Ints, start: Ints, strides: Ints, shape: Ints) -> NDArray[np.b
     reach = (shape - 1) * strides
     first = start + np.minimum(reach, 0).sum(axis=1)
     last = start + np.maximum(reach, 0).sum(axis=1)
-    return (first >= 0) & (last < numel)
+    # In floating point nothing wraps around, however absurd the numbers of a damaged plan are.
+    small = (np.abs((shape - 1) * strides.astype(np.float64)) <= numel[:, None]).all(axis=1)
+    return small & (first >= 0) & (last < numel)
 
 
 def fills(tensor: tuple[int, ...], offset: Ints, shape: Ints) -> bool:

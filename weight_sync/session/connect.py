@@ -5,9 +5,10 @@ describe both sides -> same model, same parallel sizes -> layouts -> plan and pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from weight_sync.errors import BindError, PlanError, WeightSyncError, listed
@@ -17,7 +18,7 @@ from weight_sync.layout.table import Layout, Param, layout_from_shards
 from weight_sync.layout.witness import agree
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.schedule import Budget, CostModel, Schedule
-from weight_sync.session.contracts import EngineDescription, RolloutEngine, TrainerGroup
+from weight_sync.session.contracts import EngineDescription, PauseMode, RolloutEngine, TrainerGroup
 from weight_sync.session.inputs import Declared, PlanInputs, dims_of, dropped_names, layout_of, model_of
 from weight_sync.session.tables import target_table
 
@@ -52,33 +53,52 @@ class Connection:
         return self.schedule.plan
 
 
-def together(calls: Mapping[K, Any]) -> dict[K, Any]:
-    """Run calls (no arguments) at once and return all results; raise the first error with the others as notes."""
+def together(calls: Mapping[K, Callable[[], V]]) -> dict[K, V]:
+    """Run all calls at once, wait for all, and return their results; raise the first error with the others as notes."""
     with ThreadPoolExecutor(max_workers=max(1, len(calls))) as pool:
         futures = {key: pool.submit(call) for key, call in calls.items()}
-    results: dict[K, Any] = {}
-    failed: list[tuple[K, BaseException]] = []
-    for key, future in futures.items():
-        error = future.exception()
-        if error is None:
-            results[key] = future.result()
-        else:
-            failed.append((key, error))
+    failed = {key: error for key, future in futures.items() if (error := future.exception()) is not None}
     if failed:
-        first = failed[0][1]
-        for key, error in failed[1:]:
-            first.add_note(f"also {key}: {type(error).__name__}: {error}")
+        (_, first), *others = failed.items()
+        for key, error in others:
+            add_error(first, f"also {key}", error)
         raise first
-    return results
+    return {key: future.result() for key, future in futures.items()}
 
 
-def connect(trainers: TrainerGroup, engines: Sequence[RolloutEngine], spec: SyncSpec, deadline: Deadline) -> Connection:
-    """Make, prove and bind the plan. Raises one error for anything that does not fit; nothing is paused or written."""
+def on_each(engines: Sequence[RolloutEngine], call: Callable[[int, RolloutEngine], V]) -> dict[int, V]:
+    """call(index, engine) for all engines at once; results by index. Errors as together() has them."""
+    calls = {f"engine {engine.name}": partial(call, i, engine) for i, engine in enumerate(engines)}
+    if len(calls) != len(engines):
+        raise BindError(f"engines need names of their own, got {listed(engine.name for engine in engines)}")
+    return dict(enumerate(together(calls).values()))
+
+
+def add_error(first: BaseException, what: str, other: BaseException) -> None:
+    """Note `other`, with what was noted on it, on the error that will be raised."""
+    first.add_note(f"{what}: {type(other).__name__}: {other}")
+    for note in getattr(other, "__notes__", []):
+        first.add_note(f"{what}: {note}")
+
+
+def connect(
+    trainers: TrainerGroup,
+    engines: Sequence[RolloutEngine],
+    spec: SyncSpec,
+    deadline: Deadline,
+    *,
+    pause: PauseMode | None = None,
+) -> Connection:
+    """Make, prove and bind the plan. Raises one error for anything that does not fit; nothing is paused or written.
+
+    pause: the mode that syncs will use; refused here if an engine does not offer it.
+    """
     ranks = range(trainers.world)
     described = trainers.call("describe", {rank: {} for rank in ranks}, deadline)
-    servers: dict[int, EngineDescription] = together(
-        {i: (lambda e=engine: e.describe(deadline)) for i, engine in enumerate(engines)}
-    )
+    servers = on_each(engines, lambda _, engine: engine.describe(deadline))
+    for server in servers.values():
+        if pause is not None and pause not in server.pause_modes:
+            raise BindError(f"engine {server.name} cannot pause with mode {pause}; it offers {listed(server.pause_modes)}")
     _same_model(spec, servers, engines)
     dims = _same_sizes(spec, servers, engines)
     source: Declared | Mapping[str, Any]
@@ -104,10 +124,11 @@ def connect(trainers: TrainerGroup, engines: Sequence[RolloutEngine], spec: Sync
     layouts = layout_of(source, "trainer"), layout_of(spec.rollout, "rollout")
     if spec.witness:
         _witness(engines, layouts[1], dims, deadline)
-    bindings = together({i: (lambda i=i, e=e: e.bind(_tables(schedule, i, dims), deadline)) for i, e in enumerate(engines)})
+    bindings = on_each(engines, lambda i, engine: engine.bind(_tables(schedule, i, dims), deadline))
+    for i, by_rank in bindings.items():
+        if sorted(by_rank) != list(range(dims.engine_world)):
+            raise BindError(f"engine {engines[i].name}: workers {sorted(by_rank)} of {dims.engine_world} answered bind")
     targets = {i * dims.engine_world + local: b for i, by_rank in bindings.items() for local, b in by_rank.items()}
-    if len(targets) != dims.world:
-        raise BindError(f"{len(targets)} of {dims.world} rollout workers answered bind: {sorted(targets)}")
     bind = {"plan": schedule.digest, "targets": targets, "seconds": deadline.remaining()}
     trainers.call("bind", dict.fromkeys(ranks, bind), deadline)
     epochs = tuple({local: b["epoch"] for local, b in by_rank.items()} for _, by_rank in sorted(bindings.items()))
@@ -172,7 +193,6 @@ def _trainer_sizes(declared: Declared, described: Mapping[int, Mapping[str, Any]
 def live_layout(declared: Declared, described: Mapping[int, Mapping[str, Any]]) -> Layout:
     """The trainer's layout as its ranks publish it. declared: gives the model's HF tensors."""
     model, _ = model_of(declared)
-    dtypes: dict[str, str] = {}
     params: list[list[Param]] = []
     shards: list[list[Mapping[str, Any]]] = []
     for rank in sorted(described):
@@ -181,17 +201,14 @@ def live_layout(declared: Declared, described: Mapping[int, Mapping[str, Any]]) 
             raise BindError(f"trainer rank {rank} publishes no shards, and no trainer layout is declared")
         params.append([Param(rank, p["name"], tuple(p["shape"]), p["dtype"]) for p in description["params"]])
         shards.append(list(description["shards"]))
-        dtypes.update({p["name"]: p["dtype"] for p in description["params"]})
     return layout_from_shards("trainer", model.catalog, params, shards)
 
 
 def _witness(engines: Sequence[RolloutEngine], declared: Layout, dims: EngineDims, deadline: Deadline) -> None:
     tensors = {name: (list(pattern.shape), pattern.dtype) for pattern in declared.catalog.patterns for name in pattern.names()}
-    recordings = together({i: (lambda e=e: e.record(tensors, deadline)) for i, e in enumerate(engines)})
+    recordings = on_each(engines, lambda _, engine: engine.record(tensors, deadline))
     for i, by_rank in recordings.items():
+        if sorted(by_rank) != list(range(dims.engine_world)):
+            raise BindError(f"engine {engines[i].name}: workers {sorted(by_rank)} of {dims.engine_world} were recorded")
         for local, recording in sorted(by_rank.items()):
             agree(declared, i * dims.engine_world + local, recording["shards"], recording["unexplained"])
-
-
-def binding_json(value: Any) -> dict[str, Any]:
-    return asdict(value)

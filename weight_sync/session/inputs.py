@@ -102,7 +102,7 @@ def model_of(declared: Declared) -> tuple[Model, Convention]:
 
 
 def dims_of(declared: Declared, side: str) -> Dims:
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in declared.dims.items()}
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in declared.dims.items()}
     try:
         return TrainerDims(**values) if side == "trainer" else EngineDims(**values)
     except TypeError as error:

@@ -48,6 +48,10 @@ def describe(tensors: Mapping[str, Any], where: str) -> tuple[tuple[LiveParam, .
             problems.append(f"{name} {reason}")
             continue
         address, nbytes, offset = _storage(tensor)
+        need = offset + _extent(tensor) * ITEMSIZE[dtype]
+        if need > nbytes:
+            problems.append(f"{name} needs {need} bytes of its storage, which has {nbytes}")
+            continue
         if address not in index:
             index[address] = len(storages)
             storages.append(LiveStorage(address, nbytes))
@@ -91,6 +95,14 @@ def _storage(tensor: Any) -> tuple[int, int, int]:
     return int(storage.data_ptr()), int(storage.nbytes()), int(tensor.storage_offset()) * int(tensor.element_size())
 
 
+def _extent(tensor: Any) -> int:
+    """Elements from the first to one past the last."""
+    shape = tuple(tensor.shape)
+    if not prod(shape):
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, _element_stride(tensor), strict=True))
+
+
 def _element_stride(tensor: Any) -> tuple[int, ...]:
     if isinstance(tensor, np.ndarray):
         return tuple(step // tensor.itemsize for step in tensor.strides)
@@ -111,6 +123,15 @@ class Memory:
     def epoch(self) -> int:
         return epoch_of(self.storages)
 
+    def moved(self, tensors: Mapping[str, Any]) -> str | None:
+        """How `tensors` as they are now differ from those seen before (names, shapes, places), or None when they do not."""
+        now = Memory(tensors, self.where)
+        if now.storages == self.storages and now.params == self.params:
+            return None
+        old, new = ({p.name: (p, m.storages[p.storage]) for p in m.params} for m in (self, now))
+        changed = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
+        return listed(sorted(changed)) or "order of the parameters"
+
     def param(self, name: str) -> LiveParam:
         if name not in self._by_name:
             raise BindError(f"{self.where} has no parameter {name}; it has {listed(self._by_name)}")
@@ -121,7 +142,7 @@ class Memory:
         return int(self._array(name).ctypes.data)
 
     def view(self, name: str, start: int, strides: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
-        """The region as a strided array of unsigned words over the live bytes. Raises BindError when it leaves the parameter."""
+        """The region as a strided array of words over the live bytes. Raises BindError when it leaves the parameter."""
         flat = self._array(name)
         last = start + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
         if start < 0 or last >= len(flat):
@@ -147,7 +168,8 @@ class Memory:
 
 def raw_bytes(address: int, nbytes: int) -> Bytes:
     """Memory of this process as an array. The caller keeps the owner alive."""
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    owned: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(owned, np.uint8)
 
 
 def chunks(view: NDArray[Any], limit: int = _CHUNK) -> Iterator[NDArray[Any]]:

@@ -5,10 +5,14 @@ The controller reaches it by call(method, payload) -> reply, plain data both way
     describe  {}                                   -> RankDescription as a dict
     plan      PlanInputs.to_json()                 -> {"digest"}; every rank computes the schedule itself
     bind      {"plan", "targets": {rank: binding}} -> {"endpoint"}; registers, checks sizes, proves that each peer answers
-    quiesce   {}                                   -> {}; parameters hold the finished step, no step may start
+    quiesce   {"session", "plan"}                  -> {}; parameters hold the finished step, no step may start. Refused when
+                                                      there is no binding of this plan or parameters moved since (a rank
+                                                      that restarted): nothing has been paused yet
     write     {"session", "round", "seconds"}      -> {"bytes", "writes", "spans", "digests" (last round only)}
-    release   {}                                   -> {}; the trainer may step again
-    fence     {"reason"}                           -> {}; closes the transport: nothing of ours can still be written
+    fence     {"reason"}                           -> {}; closes the transport: nothing of ours can still be written. If it
+                                                      does not close, this and every later call but describe raises
+    release   {"session"}                          -> {}; the trainer may step again. Refused between a write that failed
+                                                      and its fence: the transport may still be reading the parameters
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ class SourceAgent:
         self._bound: _Bound | None = None
         self._stage: Staging | None = None
         self._storages: tuple[LiveStorage, ...] = ()
-        self._quiet = False
+        self._session: str | None = None
+        self._writing = False
+        self._unfenced: str | None = None
         self.rank = source.describe().rank
 
     def call(self, method: str, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,30 +82,34 @@ class SourceAgent:
         if schedule is None or schedule.digest != payload["plan"]:
             raise BindError(f"trainer rank {self.rank}: asked to bind plan {payload['plan']}, has computed another")
         targets = {int(rank): TargetBinding.from_json(data) for rank, data in payload["targets"].items()}
+        self._bound = None
         memory = Memory(self._source.tensors(), f"trainer rank {self.rank}")
         self._check(memory, schedule)
         transport = self._registered(memory, max((p.nbytes for p in schedule.pieces), default=0))
         deadline = Deadline.after(float(payload["seconds"]))
-        for rank, target in targets.items():
-            if len(schedule.plan.rows_from(self.rank)) and (schedule.plan.target_rank == rank).any():
-                transport.probe(Endpoint.from_json(target.endpoint), deadline)
-        self._bound = _Bound(schedule, self.rank, memory, self._stage, targets)
+        bound = _Bound(schedule, self.rank, memory, self._stage, targets)
+        for rank in sorted(set(schedule.plan.target_rank[bound.rows].tolist())):
+            transport.probe(Endpoint.from_json(targets[rank].endpoint), deadline)
+        self._bound = bound
         return {"endpoint": transport.describe().to_json()}
 
     def _registered(self, memory: Memory, piece: int) -> Transport:
-        """A transport on which the parameters and a staging buffer of two pieces are registered: the old one if it still fits."""
+        """A transport on which the parameters and a staging buffer of two pieces are registered: the old one if it fits."""
         half = -(-piece // 64) * 64
         enough = not half or (self._stage is not None and self._stage.storage.nbytes >= 2 * half)
-        if self._transport is not None and enough and self._storages == memory.storages:
+        if self._transport is not None and not self._writing and enough and self._storages == memory.storages:
             return self._transport
         self._close()
         self._stage = Staging(2 * half) if half else None
         self._storages = memory.storages
-        transport = self._open()
+        self._transport = self._open()
         storages = [*memory.storages, *([self._stage.storage] if self._stage else [])]
-        transport.register([Region(s.address, s.nbytes) for s in storages])
-        self._transport = transport
-        return transport
+        try:
+            self._transport.register([Region(s.address, s.nbytes) for s in storages])
+        except BaseException:
+            self._close()
+            raise
+        return self._transport
 
     def _check(self, memory: Memory, schedule: Schedule) -> None:
         """The live parameters must be those the plan was made for."""
@@ -111,32 +121,53 @@ class SourceAgent:
             raise BindError(f"trainer rank {self.rank}: the declared layout is not the live one: {listed(problems)}")
 
     def _quiesce(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        self._not_unfenced()
+        if self._session is not None:
+            self._release({"session": self._session})  # of a sync whose controller did not come to it
+        # First, whatever is wrong here: quiescing may be a collective of all ranks, and the others are in it.
         self._source.quiesce()
-        self._quiet = True
+        self._session = payload["session"]
+        if self._bound is None or self._bound.schedule.digest != payload["plan"]:
+            raise BindError(
+                f"trainer rank {self.rank}: has no binding of plan {payload['plan']}; was it restarted since? connect again"
+            )
+        self._not_moved(self._bound)
         return {}
 
+    def _not_moved(self, bound: _Bound) -> None:
+        if changed := bound.memory.moved(self._source.tensors()):
+            raise BindError(f"trainer rank {self.rank}: parameters moved since they were bound: {changed}; connect again")
+
     def _release(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        if self._quiet:
-            self._quiet = False
-            self._source.release()
+        if self._session is None or self._session != payload["session"]:
+            return {}
+        if self._writing:
+            raise SessionError(
+                f"trainer rank {self.rank}: a write failed and its transport is not closed"
+                + (f" ({self._unfenced}); end this process" if self._unfenced else "; fence first")
+                + ": its parameters may still be read, so it must not step"
+            )
+        self._source.release()
+        self._session = None
         return {}
 
     def _write(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        if self._bound is None or self._transport is None:
+        if self._session != payload["session"]:
+            open_ = f"session {self._session} is open" if self._session else "nothing was quiesced: parameters may still change"
+            raise SessionError(f"trainer rank {self.rank}: write for session {payload['session']}, but {open_}")
+        bound, transport = self._bound, self._transport
+        if bound is None or transport is None:
             raise SessionError(f"trainer rank {self.rank}: write without a binding")
-        if not self._quiet:
-            raise SessionError(f"trainer rank {self.rank}: write before quiesce: parameters may still change")
-        bound = self._bound
-        if Memory(self._source.tensors(), f"trainer rank {self.rank}").storages != bound.memory.storages:
-            raise BindError(f"trainer rank {self.rank}: parameters moved since they were bound; bind again")
+        self._not_moved(bound)
         deadline = Deadline.after(float(payload["seconds"]))
         round_ = int(payload["round"])
         spans: list[dict[str, Any]] = []
         begin, wall = time.monotonic(), time.time()
         tickets: list[Ticket] = []
+        self._writing = True  # until every byte is reported written; after an error, until the transport is closed
         if round_ == 0:
-            tickets = [self._transport.write(batch) for batch in bound.batches]
-        moved, writes = _write_pieces(self._transport, bound, round_, deadline)
+            tickets = [transport.write(batch) for batch in bound.batches]
+        moved, writes = _write_pieces(transport, bound, round_, deadline)
         digests: list[str] | None = None
         if round_ == bound.schedule.rounds - 1:
             # Digests of the source run while the writes are in flight: both only read.
@@ -144,8 +175,9 @@ class SourceAgent:
             digests = bound.digests()
             spans.append(self._span("verify", at, at_wall, bound.nbytes))
         for ticket in tickets:
-            moved += self._transport.wait(ticket, deadline).nbytes
+            moved += transport.wait(ticket, deadline).nbytes
             writes += len(ticket.batch.nbytes)
+        self._writing = False
         spans.append(self._span("write", begin, wall, moved))
         return {"bytes": moved, "writes": writes, "spans": spans, "digests": digests}
 
@@ -158,9 +190,24 @@ class SourceAgent:
         return {}
 
     def _close(self) -> None:
+        """Raises if the transport does not close, now and ever after: only the end of the process is a fence then."""
+        self._not_unfenced()
         transport, self._transport, self._bound = self._transport, None, None
         if transport is not None:
-            transport.close()
+            try:
+                transport.close()
+            except BaseException as error:
+                self._unfenced = f"{type(error).__name__}: {error}"
+                raise
+        self._writing = False
+        self._stage = None  # only now: what is not closed may still read it
+
+    def _not_unfenced(self) -> None:
+        if self._unfenced is not None:
+            raise SessionError(
+                f"trainer rank {self.rank}: a transport did not close ({self._unfenced}), so it may still write to engines; "
+                "end this process"
+            )
 
 
 class _Bound:

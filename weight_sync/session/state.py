@@ -10,8 +10,8 @@ from weight_sync.errors import SessionError
 class State(StrEnum):
     """IDLE: engines serve. PAUSED: engines stand, nothing written. WRITTEN: every write reported complete.
 
-    VERIFIED: every digest equal on both sides. COMMITTED: every engine gave a receipt. FAILED: engines stay paused, what was
-    touched is suspect; only a complete sync leads back.
+    VERIFIED: every digest equal on both sides. COMMITTED: every engine gave a receipt. FAILED: an engine that was paused stays
+    paused, what was touched is suspect; only a complete sync leads back.
     """
 
     IDLE = "idle"
@@ -36,14 +36,18 @@ class Machine:
     """Holds the state; refuses every transition that is not in the table."""
 
     def __init__(self) -> None:
-        self.state = State.IDLE
+        self._state = State.IDLE
+
+    @property
+    def state(self) -> State:
+        return self._state
 
     def to(self, state: State) -> None:
-        if state not in TRANSITIONS[self.state]:
-            legal = ", ".join(sorted(TRANSITIONS[self.state]))
-            raise SessionError(f"session cannot go from {self.state} to {state}; legal: {legal}")
-        self.state = state
+        if state not in TRANSITIONS[self._state]:
+            legal = ", ".join(sorted(TRANSITIONS[self._state]))
+            raise SessionError(f"session cannot go from {self._state} to {state}; legal: {legal}")
+        self._state = state
 
     def require(self, *states: State) -> None:
-        if self.state not in states:
-            raise SessionError(f"session is {self.state}; this needs {' or '.join(states)}")
+        if self._state not in states:
+            raise SessionError(f"session is {self._state}; this needs {' or '.join(states)}")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from weight_sync.errors import VerifyError, listed
+from weight_sync.ids import Side
 from weight_sync.layout.table import Ints
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.schedule import Method, Schedule
+
+_HEX64 = re.compile("[0-9a-f]{16}")
 
 
 def target_table(schedule: Schedule, rank: int) -> dict[str, Any]:
@@ -56,18 +64,25 @@ class TargetBinding:
         return cls(dict(data["addresses"]), int(data["stage"]), dict(data["endpoint"]), int(data["epoch"]))
 
 
-def merge_digests(plan: Plan, parts: dict[int, list[str]], rows_of: Any) -> Ints:
-    """Digests of single ranks put in the order of the plan, as uint64 in int64 bits."""
-    import numpy as np
+def merge_digests(plan: Plan, side: str, parts: Mapping[int, Sequence[str]], rows_of: Callable[[int], Ints]) -> Ints:
+    """Digests of single ranks (16 hex digits each) put in the order of the plan, as uint64 in int64 bits.
 
+    Raises VerifyError naming `side` and rank unless every transfer has exactly one digest.
+    """
     merged = np.zeros(len(plan), np.uint64)
     seen = np.zeros(len(plan), np.bool_)
     for rank, digests in parts.items():
         rows = rows_of(rank)
         if len(rows) != len(digests):
-            raise ValueError(f"rank {rank} reported {len(digests)} digests for {len(rows)} transfers")
+            raise VerifyError(f"{side} rank {rank} reported {len(digests)} digests for its {len(rows)} transfers")
+        if odd := [d for d in digests if not _HEX64.fullmatch(d)]:
+            raise VerifyError(f"{side} rank {rank} reported {odd[0]!r} where a digest of 16 hex digits is expected")
         merged[rows] = np.asarray([int(d, 16) for d in digests], np.uint64)
         seen[rows] = True
     if not seen.all():
-        raise ValueError(f"{int((~seen).sum())} transfers have no digest")
+        ranks = plan.source_rank if side == Side.TRAINER else plan.target_rank
+        silent = sorted(set(ranks[~seen].tolist()))
+        raise VerifyError(
+            f"{int((~seen).sum())} of {len(plan)} transfers have no digest: {side} ranks {listed(silent)} sent none"
+        )
     return merged.view(np.int64)

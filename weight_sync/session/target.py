@@ -8,7 +8,8 @@ Adapters reach it by call(method, payload) -> reply, plain data both ways:
     place     {"session", "round"}                -> {}; unpack one staging round
     verify    {"session"}                         -> {"digests": [hex, ...]} of the live destination bytes of every transfer
     end       {"session"}                         -> {}
-    abort     {"session", "reason"}               -> {}; closes the transport: nothing more can land, the binding is void
+    abort     {"session", "reason"}               -> {}; closes the transport: nothing more can land, the binding is void.
+                                                     If it does not close, this and every later bind raises
 
 The agent moves no version and resumes nothing; that is the engine adapter's business after the controller's commit.
 """
@@ -55,6 +56,7 @@ class TargetAgent:
         self._session: str | None = None
         self._reason: str | None = None
         self._generation = 0
+        self._unfenced: str | None = None
 
     def call(self, method: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Dispatch one request. Raises SessionError for an unknown method or one that is illegal now, BindError otherwise."""
@@ -92,20 +94,23 @@ class TargetAgent:
 
     def _bind(self, table: Mapping[str, Any]) -> dict[str, Any]:
         if self._session is not None:
-            raise SessionError(f"rollout rank {self.rank}: bind during session {self._session}")
-        if self._transport is not None and self._table is not None and self._table["plan"] == table["plan"]:
-            current = Memory(self._tensors(), f"rollout rank {self.rank}")
-            if self._memory is not None and current.storages == self._memory.storages:
-                return self._binding()
+            raise SessionError(f"rollout rank {self.rank}: bind during session {self._session}; abort it first")
+        # The whole table, not only its plan: two engines of one plan have other transfers, in another order.
+        if self._memory is not None and self._table == table and self._memory.moved(self._tensors()) is None:
+            return self._binding()
         self._close()
         memory = Memory(self._tensors(), f"rollout rank {self.rank}")
         self._check(memory, table["expected"])
         stage = Staging(int(table["stage_bytes"])) if table["stage_bytes"] else None
-        transport = self._open()
         storages = [*memory.storages, *([stage.storage] if stage else [])]
-        transport.register([Region(s.address, s.nbytes) for s in storages])
-        self._transport, self._memory, self._stage, self._table = transport, memory, stage, dict(table)
+        self._transport = self._open()
         self._generation += 1
+        try:
+            self._transport.register([Region(s.address, s.nbytes) for s in storages])
+        except BaseException:
+            self._close()
+            raise
+        self._memory, self._stage, self._table = memory, stage, dict(table)
         return self._binding()
 
     def _binding(self) -> dict[str, Any]:
@@ -133,14 +138,18 @@ class TargetAgent:
             raise SessionError(f"rollout rank {self.rank}: session {self._session} is still open")
         if self._memory is None or self._table is None or self._table["plan"] != payload["plan"]:
             raise BindError(f"rollout rank {self.rank}: no binding for plan {payload['plan']}; bind first")
-        current = Memory(self._tensors(), f"rollout rank {self.rank}")
-        if current.storages != self._memory.storages or self._epoch(self._memory) != payload["epoch"]:
+        self._not_moved(self._memory)
+        if self._epoch(self._memory) != payload["epoch"]:
             raise BindError(
-                f"rollout rank {self.rank}: memory moved since it was bound (epoch {payload['epoch']} then, "
-                f"{self._epoch(current)} now); bind again"
+                f"rollout rank {self.rank}: the binding of epoch {payload['epoch']} was replaced by one of epoch "
+                f"{self._epoch(self._memory)}; bind again"
             )
         self._session, self._reason = payload["session"], None
         return {}
+
+    def _not_moved(self, memory: Memory) -> None:
+        if changed := memory.moved(self._tensors()):
+            raise BindError(f"rollout rank {self.rank}: memory moved since it was bound: {changed}; bind again")
 
     def _in_session(self, payload: Mapping[str, Any]) -> tuple[Memory, dict[str, Any]]:
         if self._session is None or self._session != payload["session"] or self._memory is None or self._table is None:
@@ -162,6 +171,7 @@ class TargetAgent:
 
     def _verify(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, table = self._in_session(payload)
+        self._not_moved(memory)  # or we would digest what the engine no longer serves from
         columns = (table["params"], table["start"], table["strides"], table["shape"])
         return {"digests": [f"{digest(memory.view(*region)):016x}" for region in zip(*columns, strict=True)]}
 
@@ -176,8 +186,18 @@ class TargetAgent:
         return {}
 
     def _close(self) -> None:
-        transport, self._transport = self._transport, None
-        self._memory = self._stage = self._table = None
+        """Raises if the transport does not close, now and ever after: what it still lets in could land in a later sync."""
+        if self._unfenced is not None:
+            raise SessionError(
+                f"rollout rank {self.rank}: a transport did not close ({self._unfenced}), so its peers may still write here; "
+                "end this process"
+            )
+        transport, self._transport, self._table = self._transport, None, None
         if transport is not None:
             self._generation += 1
-            transport.close()
+            try:
+                transport.close()
+            except BaseException as error:
+                self._unfenced = f"{type(error).__name__}: {error}"
+                raise
+        self._memory = self._stage = None

@@ -13,7 +13,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -198,7 +198,7 @@ class CmaTransport:
             self._refused(endpoint, "read from")
         return here.tobytes()
 
-    def _call(self, function: ctypes._CFuncPtr, pid: int, local: int, remote: int, nbytes: int) -> int:
+    def _call(self, function: Callable[..., int], pid: int, local: int, remote: int, nbytes: int) -> int:
         vectors = np.array([[local, nbytes], [remote, nbytes]], np.int64)
         return function(pid, vectors.ctypes.data, 1, vectors.ctypes.data + 16, 1, 0)
 

@@ -76,7 +76,7 @@ class Pump:
     """Owns the engine. `stop` is the fence: once it has returned True the engine is gone."""
 
     def __init__(self, engine: Any, tuning: Tuning, poll_seconds: float) -> None:
-        self._engine = engine
+        self._engine: Any = engine
         self._tuning = tuning
         self._poll = poll_seconds
         self._ready = threading.Condition()

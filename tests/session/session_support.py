@@ -1,0 +1,379 @@
+"""A whole job in one process: trainer ranks and engines over plain arrays, with guard bytes, a log and traps.
+
+Every rank's parameters lie in one buffer with guard bytes between them; the buffer is registered whole, so a write that
+leaves its parameter lands in guard bytes, and World.check() finds it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from weight_sync.config import engine_yaml, family_yaml
+from weight_sync.ids import ITEMSIZE
+from weight_sync.layout.box import row_major
+from weight_sync.layout.table import Layout, Param, layout_from_shards
+from weight_sync.plan.schedule import Budget, CostModel
+from weight_sync.session.connect import SyncSpec
+from weight_sync.session.inprocess import ArraySource, InProcessEngine, InProcessTrainers, typed
+from weight_sync.session.inputs import Declared, dims_of, layout_of, model_of
+from weight_sync.session.session import Outcome, Timeouts, WeightSync
+from weight_sync.session.source import SourceAgent
+from weight_sync.session.state import State
+from weight_sync.session.target import TargetAgent
+from weight_sync.transport.base import Transport
+from weight_sync.transport.memory import MemoryHub, MemoryTransport
+
+GUARD = 64
+"""Bytes before, between and after parameters."""
+
+ALWAYS_DIRECT = CostModel(seconds_per_write=0.0)
+NEVER_SHORT_RUNS = CostModel(seconds_per_write=1.0)
+"""Every strided transfer is packed, unpacked or both."""
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 4,
+    "intermediate_size": 24,
+    "vocab_size": 50,
+    "num_experts": 6,
+    "moe_intermediate_size": 12,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+DENSE = {k: v for k, v in MOE.items() if not k.startswith(("num_experts", "moe", "decoder", "mlp"))} | {
+    "architectures": ["Qwen3ForCausalLM"]
+}
+
+
+def declared(
+    config: Mapping[str, Any] = MOE, trainer: Mapping[str, Any] | None = None, rollout: Mapping[str, Any] | None = None,
+    engine: str = "sglang",
+) -> tuple[Declared, Declared]:  # fmt: skip
+    """Both sides of a job; by default 2 trainer ranks (tp2, ep2) and one engine of 2 workers (tp2)."""
+    family = family_yaml("qwen3_moe" if "num_experts" in config else "qwen3")
+    ours = dict(trainer or {"ranks": 2, "tp": 2, "ep": 2})
+    convention = engine_yaml(engine)
+    theirs = {"remainder": convention.get("remainder", "inner"), **(rollout or {"tp": 2})}
+    source = Declared(family, dict(config), ours, None, {"vocab_multiple": 8 * ours.get("tp", 1)})
+    return source, Declared(family, dict(config), theirs, convention)
+
+
+class Traps:
+    """Failures to come, and a log of every call. where: "trainer 0", "engine e1", "worker 1" (rollout rank) ...
+
+    at(where, verb, error): raise it once, before the call; after=True: once the call is done. do(): run something instead.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str]] = []
+        self._traps: dict[tuple[str, str, bool], list[Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+
+    def at(self, where: str, verb: str, error: BaseException, *, after: bool = False, times: int = 1) -> None:
+        def throw() -> None:
+            raise error
+
+        for _ in range(times):
+            self.do(where, verb, throw, after=after)
+
+    def do(self, where: str, verb: str, action: Callable[[], None], *, after: bool = False) -> None:
+        self._traps.setdefault((where, verb, after), []).append(action)
+
+    def enter(self, where: str, verb: str) -> None:
+        with self._lock:
+            self.log.append((where, verb))
+        self._spring(where, verb, after=False)
+
+    def leave(self, where: str, verb: str) -> None:
+        self._spring(where, verb, after=True)
+
+    def _spring(self, where: str, verb: str, *, after: bool) -> None:
+        waiting = self._traps.get((where, verb, after))
+        if waiting:
+            waiting.pop(0)()
+
+    @property
+    def sprung(self) -> bool:
+        """Whether all traps were."""
+        return not any(self._traps.values())
+
+    def verbs(self, where: str) -> list[str]:
+        return [verb for place, verb in self.log if place == where]
+
+
+class TrappedSource(SourceAgent):
+    traps: Traps
+
+    def call(self, method: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        self.traps.enter(f"trainer {self.rank}", method)
+        reply = super().call(method, payload)
+        self.traps.leave(f"trainer {self.rank}", method)
+        return reply
+
+
+class TrappedTarget(TargetAgent):
+    traps: Traps
+    world_rank: int
+
+    def call(self, method: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        self.traps.enter(f"worker {self.world_rank}", method)
+        reply = super().call(method, payload)
+        self.traps.leave(f"worker {self.world_rank}", method)
+        return reply
+
+
+class TrappedEngine(InProcessEngine):
+    traps: Traps
+
+
+def _trapped(verb: str) -> Callable[..., Any]:
+    def call(self: TrappedEngine, *args: Any, **named: Any) -> Any:
+        self.traps.enter(f"engine {self.name}", verb)
+        result = getattr(InProcessEngine, verb)(self, *args, **named)
+        self.traps.leave(f"engine {self.name}", verb)
+        return result
+
+    return call
+
+
+for _verb in ("describe", "record", "bind", "pause", "begin", "place", "verify", "finish", "resume", "abort"):
+    setattr(TrappedEngine, _verb, _trapped(_verb))
+
+
+class Buffer:
+    """One rank's parameters in one allocation, between guard bytes. noise: what is in it at first."""
+
+    def __init__(self, params: Sequence[Param], noise: np.random.Generator) -> None:
+        at = GUARD
+        places: dict[str, tuple[int, Param]] = {}
+        for p in params:
+            places[p.name] = (at, p)
+            at += -(-p.numel * ITEMSIZE[p.dtype] // 8) * 8 + GUARD
+        self.bytes = noise.integers(0, 256, at, np.uint8)
+        self.start = {name: place for name, (place, _) in places.items()}
+        self.arrays: dict[str, Any] = {
+            name: typed(self.words(self.bytes, name, p).reshape(p.shape), p.dtype) for name, (_, p) in places.items()
+        }
+
+    def words(self, raw: np.ndarray[Any, Any], name: str, p: Param) -> Any:
+        size = ITEMSIZE[p.dtype]
+        return raw[self.start[name] : self.start[name] + p.numel * size].view(f"u{size}")
+
+    def elements(self, raw: np.ndarray[Any, Any], p: Param, start: int, strides: Sequence[int], shape: Sequence[int]) -> Any:
+        """A region of a parameter in `raw` (this buffer or a copy of it), as the layout describes it."""
+        flat = self.words(raw, p.name, p)
+        return np.lib.stride_tricks.as_strided(flat[start:], tuple(shape), tuple(s * flat.itemsize for s in strides))
+
+
+@dataclass
+class World:
+    """Everything of one job. See build()."""
+
+    sync: WeightSync
+    trainers: InProcessTrainers
+    engines: list[TrappedEngine]
+    sources: list[ArraySource]
+    layouts: tuple[Layout, Layout]
+    source: list[Buffer]
+    target: list[Buffer]
+    hub: MemoryHub
+    traps: Traps
+    noise: np.random.Generator
+    source_agents: list[TrappedSource]
+    target_agents: list[TrappedTarget]
+    hf: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+
+    def step(self) -> None:
+        """An optimiser step: other values everywhere. Refused while a sync holds the trainer, as a real one is."""
+        assert not any(source.quiet for source in self.sources), "a step during a sync"
+        layout = self.layouts[0]
+        for pattern in layout.catalog.patterns:
+            words = f"u{ITEMSIZE[pattern.dtype]}"
+            for name in pattern.names():
+                raw = self.noise.integers(0, 256, prod(pattern.shape) * ITEMSIZE[pattern.dtype], np.uint8)
+                self.hf[name] = raw.view(words).reshape(pattern.shape)
+        for rank, buffer in enumerate(self.source):
+            self._fill(layout, rank, buffer, buffer.bytes)
+
+    def _fill(self, layout: Layout, rank: int, buffer: Buffer, raw: np.ndarray[Any, Any]) -> None:
+        params = {p.name: p for p in layout.rank_params(rank)}
+        for shard in layout.rank_shards(rank):
+            cut = tuple(slice(o, e) for o, e in zip(shard.box.offset, shard.box.end, strict=True))
+            view = buffer.elements(raw, params[shard.param], shard.start, shard.strides, shard.box.shape)
+            view[...] = self.hf[shard.tensor][cut]
+
+    def expected(self) -> list[np.ndarray[Any, Any]]:
+        """Every rollout rank's whole buffer as it must be after a sync of the trainer's values now: guards unchanged."""
+        result = []
+        for rank, buffer in enumerate(self.target):
+            raw = buffer.bytes.copy()
+            self._fill(self.layouts[1], rank, buffer, raw)
+            result.append(raw)
+        return result
+
+    def commit(self, version: int) -> Outcome:
+        """A sync that must succeed, with every byte of every engine compared."""
+        expected = self.expected()
+        kept = [buffer.bytes.copy() for buffer in self.source]
+        outcome = self.sync.sync(version)
+        self.check(expected)
+        assert all(np.array_equal(a, b.bytes) for a, b in zip(kept, self.source, strict=True)), "the trainer's bytes changed"
+        assert (self.sync.version, self.sync.state, outcome.version) == (version, State.IDLE, version)
+        assert outcome.bytes == self.payload()
+        assert [(e.version, e.serving, e.reason) for e in self.engines] == [(version, True, None)] * len(self.engines)
+        assert not any(source.quiet for source in self.sources)
+        return outcome
+
+    def payload(self) -> int:
+        """Bytes that a sync has to write: every engine element that is not padding."""
+        layout = self.layouts[1]
+        return sum((p.numel - p.filling) * ITEMSIZE[p.dtype] for p in layout.params)
+
+    def check(self, expected: Sequence[np.ndarray[Any, Any]]) -> None:
+        for rank, (want, buffer) in enumerate(zip(expected, self.target, strict=True)):
+            wrong = np.flatnonzero(want != buffer.bytes)
+            assert not len(wrong), f"rollout rank {rank}: {len(wrong)} bytes differ, first at {wrong[0]}"
+
+    def restart_trainer(self, rank: int) -> None:
+        """The rank's process is replaced by a new one with the same parameters at other addresses."""
+        self.source[rank] = moved(self.source[rank], list(self.layouts[0].rank_params(rank)))
+        self.sources[rank].arrays = self.source[rank].arrays
+        agent = _source_agent(self.sources[rank], self.source_agents[rank]._open, self.traps)
+        self.source_agents[rank] = self.trainers._agents[rank] = agent
+
+
+def moved(buffer: Buffer, params: Sequence[Param]) -> Buffer:
+    """The same content in another allocation."""
+    other = Buffer(params, np.random.default_rng(0))
+    other.bytes[:] = buffer.bytes
+    return other
+
+
+def fresh_target(world: World, rank: int) -> TrappedTarget:
+    """A new agent for a rollout rank, as a restarted engine process has one; it takes the old one's place."""
+    old = world.target_agents[rank]
+    agent = TrappedTarget(rank=old.rank, host=old.host, coords=old.coords, tensors=old._tensors, transport=old._open)
+    agent.traps, agent.world_rank = world.traps, rank
+    width = len(world.target) // len(world.engines)
+    world.target_agents[rank] = world.engines[rank // width]._agents[rank % width] = agent
+    return agent
+
+
+def _source_agent(source: Any, transport: Callable[[], Transport], traps: Traps) -> TrappedSource:
+    agent = TrappedSource(source, transport)
+    agent.traps = traps
+    return agent
+
+
+OpenTransport = Callable[[str, int, MemoryHub], Transport]
+"""("trainer" or "rollout", rank, hub) -> a transport."""
+
+
+def plain(side: str, rank: int, hub: MemoryHub) -> Transport:
+    return MemoryTransport(hub)
+
+
+def build(
+    sides: tuple[Declared, Declared] | None = None,
+    *,
+    transport: OpenTransport = plain,
+    seed: int = 0,
+    explicit: bool = False,
+    witness: bool = True,
+    costs: CostModel | None = None,
+    budget: Budget | None = None,
+    timeouts: Timeouts | None = None,
+    observer: Any = None,
+    pause: Any = "retract",
+) -> World:
+    """A job that is ready to sync, its first optimiser step taken. explicit: the trainer publishes FSDP-like shards."""
+    source_side, target_side = sides or declared()
+    noise = np.random.default_rng(seed)
+    shards: dict[int, list[dict[str, Any]]] = {}
+    if explicit:
+        source_layout = rows_over(source_side, dims_of(source_side, "trainer").world)
+        shards = {rank: source_layout.rank_to_json(rank) for rank in range(source_layout.world)}
+    else:
+        source_layout = layout_of(source_side, "trainer")
+    target_layout = layout_of(target_side, "rollout")
+    source_dims, target_dims = dims_of(source_side, "trainer"), dims_of(target_side, "rollout")
+    source = [Buffer(list(source_layout.rank_params(r)), noise) for r in range(source_layout.world)]
+    target = [Buffer(list(target_layout.rank_params(r)), noise) for r in range(target_layout.world)]
+    hub, traps = MemoryHub(), Traps()
+    sources = [
+        ArraySource(r, b.arrays, {} if explicit else source_dims.coords(r), shards=shards.get(r)) for r, b in enumerate(source)
+    ]
+    source_agents = [
+        _source_agent(s, lambda r=r: transport("trainer", r, hub), traps) for r, s in enumerate(sources)
+    ]  # fmt: skip
+    engines_count = target_dims.sizes["engine"]
+    width = target_layout.world // engines_count
+    target_agents, engines = [], []
+    for i in range(engines_count):
+        for local in range(width):
+            rank = i * width + local
+            agent = TrappedTarget(
+                rank=local,
+                host="localhost",
+                coords=target_dims.coords(local),
+                tensors=lambda r=rank: target[r].arrays,
+                transport=lambda r=rank: transport("rollout", r, hub),
+            )
+            agent.traps, agent.world_rank = traps, rank
+            target_agents.append(agent)
+        recording = {
+            local: {"shards": target_layout.rank_to_json(i * width + local), "unexplained": {}} for local in range(width)
+        }
+        engine = TrappedEngine(
+            f"e{i}", target_agents[i * width :], model=target_side.config, sizes=target_dims.sizes, recording=recording
+        )
+        engine.traps = traps
+        engines.append(engine)
+    spec = SyncSpec(
+        None if explicit else source_side, target_side, witness=witness,
+        costs=costs or CostModel(), budget=budget or Budget(),
+    )  # fmt: skip
+    trainers = InProcessTrainers(source_agents)
+    sync = WeightSync(
+        trainers, engines, spec, pause=pause, observer=observer, timeouts=timeouts or Timeouts(connect=60, sync=60, abort=30)
+    )
+    world = World(
+        sync, trainers, engines, sources, (source_layout, target_layout), source, target, hub, traps, noise,
+        source_agents, target_agents,
+    )  # fmt: skip
+    world.step()
+    return world
+
+
+def rows_over(side: Declared, ranks: int) -> Layout:
+    """Every HF tensor cut along dim 0 over all ranks, unevenly where it does not divide: what FSDP2 does."""
+    model, _ = model_of(side)
+    params: list[list[Param]] = [[] for _ in range(ranks)]
+    shards: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
+    for pattern in model.catalog.patterns:
+        each = -(-pattern.shape[0] // ranks)
+        for name in pattern.names():
+            for rank in range(ranks):
+                low, high = min(rank * each, pattern.shape[0]), min((rank + 1) * each, pattern.shape[0])
+                if low == high:
+                    continue
+                shape = (high - low, *pattern.shape[1:])
+                params[rank].append(Param(rank, name, shape, pattern.dtype))
+                offset = [low] + [0] * (len(shape) - 1)
+                shards[rank].append(
+                    {"tensor": name, "offset": offset, "shape": list(shape), "param": name, "start": 0,
+                     "strides": list(row_major(shape))}
+                )  # fmt: skip
+    return layout_from_shards("trainer", model.catalog, params, shards)

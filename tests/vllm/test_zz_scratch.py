@@ -1,0 +1,272 @@
+"""A real vLLM HTTP server with two tensor-parallel workers, driven through VllmEngine; weights are written with `cma`.
+
+The tests share one server and run in file order. Each leaves it generating.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.vllm.conftest import NEW_TOKENS, PROMPTS, greedy_transformers
+from tests.vllm.test_live_weights import Layout, hand_slices, read_checkpoint
+from weight_sync.errors import BindError, RolloutError, SessionError
+from weight_sync.ids import Deadline
+from weight_sync.session.contracts import Receipt
+from weight_sync.session.memory import digest
+from weight_sync.transport import registry
+from weight_sync.transport.base import Batch, Endpoint, Region
+from weight_sync_integrations.server import Server
+from weight_sync_integrations.vllm.engine import PAUSE_MODES, VllmEngine
+from weight_sync_integrations.vllm.launch import ServerSpec, start
+
+LAYOUT = Layout("qwen3_moe", tp=2, ep=True)
+TOKEN = "server-token"
+
+# The server imports vLLM in four processes; the first test waits for that.
+pytestmark = pytest.mark.timeout(480)
+
+
+def soon() -> Deadline:
+    return Deadline.after(60)
+
+
+@pytest.fixture(scope="module")
+def folders():
+    return [Path(f"/tmp/w/vck/fp32moe-{seed}") for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def references(folders):
+    return [greedy_transformers(folder) for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def server(folders):
+    class S: name="vllm-test"; url="http://127.0.0.1:18911"
+    return S()
+
+
+@pytest.fixture
+def engine(server: Server) -> Iterator[VllmEngine]:
+    made = VllmEngine(server.name, server.url, TOKEN)
+    yield made
+    made.close()
+
+
+def generated(engine: VllmEngine) -> list[list[int]]:
+    return [engine.generate(prompt, NEW_TOKENS, soon()) for prompt in PROMPTS]
+
+
+def tables(engine: VllmEngine) -> dict[int, dict[str, Any]]:
+    """One transfer for each live parameter, whole."""
+    made = {}
+    for rank in engine.describe(soon()).ranks:
+        made[rank.rank] = {
+            "plan": "by-hand",
+            "rank": rank.rank,
+            "tensors": [param.name for param in rank.params],
+            "params": [param.name for param in rank.params],
+            "start": [0] * len(rank.params),
+            "strides": [list(param.stride) for param in rank.params],
+            "shape": [list(param.shape) for param in rank.params],
+            "expected": {param.name: [list(param.shape), param.dtype] for param in rank.params},
+            "stage_bytes": 0,
+            "rounds": [[]],
+        }
+    return made
+
+
+def write(folder: Path, bindings: dict[int, dict[str, Any]], only: int | None = None) -> dict[int, list[str]]:
+    """Write a checkpoint's slices one-sided into every bound worker (or `only` the first few). -> digests of the source."""
+    digests: dict[int, list[str]] = {}
+    transport = registry.create("cma")
+    for rank, binding in bindings.items():
+        slices = hand_slices(*read_checkpoint(folder), LAYOUT, rank)
+        names = list(binding["addresses"])
+        arrays = [np.ascontiguousarray(slices[name].numpy()) for name in names]
+        transport.register([Region(array.ctypes.data, array.nbytes) for array in arrays])
+        endpoint = Endpoint.from_json(binding["endpoint"])
+        transport.probe(endpoint, soon())
+        batch = Batch(
+            endpoint=endpoint,
+            source=np.array([array.ctypes.data for array in arrays][:only]),
+            destination=np.array([binding["addresses"][name] for name in names][:only]),
+            nbytes=np.array([array.nbytes for array in arrays][:only]),
+            tensors=names[:only],
+        )
+        transport.wait(transport.write(batch), soon())
+        digests[rank] = [f"{digest(array.view(np.uint8).reshape(*array.shape[:-1], -1)):016x}" for array in arrays]
+    transport.close()
+    return digests
+
+
+def begun(engine: VllmEngine, session: str, version: int) -> dict[int, dict[str, Any]]:
+    bindings = engine.bind(tables(engine), soon())
+    engine.pause("keep", soon())
+    engine.begin(session, version, "by-hand", {rank: b["epoch"] for rank, b in bindings.items()}, soon())
+    return bindings
+
+
+def test_describe_lists_every_worker_with_the_shapes_the_checkpoint_implies(
+    engine: VllmEngine, folders: list[Path], references: Any
+) -> None:
+    about = engine.describe(soon())
+    assert about.kind == "vllm"
+    assert about.version == -1
+    assert about.pause_modes == PAUSE_MODES
+    assert about.model["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert {axis: about.sizes[axis] for axis in ("tp", "pp", "moe_ep", "moe_tp")} == {
+        "tp": 2, "pp": 1, "moe_ep": 2, "moe_tp": 1,
+    }  # fmt: skip
+    assert [rank.rank for rank in about.ranks] == [0, 1]
+    assert about.ranks[0].epoch != about.ranks[1].epoch
+    for rank in about.ranks:
+        expected = hand_slices(*read_checkpoint(folders[0]), LAYOUT, rank.rank)
+        assert {param.name: (param.shape, param.dtype) for param in rank.params} == {
+            name: (tuple(tensor.shape), "float32") for name, tensor in expected.items()
+        }
+    assert generated(engine) == references[0]
+
+
+def test_another_jobs_token_is_refused_by_every_worker_and_harms_nothing(server: Server, engine: VllmEngine) -> None:
+    stranger = VllmEngine(server.name, server.url, "another-token")
+    with pytest.raises(RolloutError, match="2 of 2 workers.*wrong token"):
+        stranger.describe(soon())
+    with pytest.raises(RolloutError, match="wrong token"):
+        stranger.abort("s", "not mine", soon())
+    stranger.close()
+    assert [rank.rank for rank in engine.describe(soon()).ranks] == [0, 1]
+
+
+def test_nothing_of_a_session_is_allowed_on_a_running_engine(engine: VllmEngine) -> None:
+    with pytest.raises(SessionError, match="needs a paused engine"):
+        engine.begin("s", 1, "by-hand", {0: 0, 1: 0}, soon())
+    with pytest.raises(SessionError, match="before verify"):
+        engine.finish("s", 1, "d", soon())
+    with pytest.raises(SessionError, match="cannot pause with mode 'in_place'"):
+        engine.pause("in_place", soon())
+    with pytest.raises(SessionError, match="committed nothing"):
+        engine.resume(Receipt(engine=engine.name, session="s", version=1, digest="d"), soon())
+    assert not engine.is_paused(soon())
+
+
+def test_a_worker_refuses_a_plan_for_other_shapes_before_anything_is_paused(engine: VllmEngine) -> None:
+    made = tables(engine)
+    made[1]["expected"]["model.norm.weight"] = [[64], "float32"]
+    with pytest.raises(BindError, match=r"rollout rank 1.*model.norm.weight"):
+        engine.bind(made, soon())
+    assert not engine.is_paused(soon())
+
+
+def test_a_session_replaces_weights_under_a_running_request_and_stamps_the_version(
+    server: Server, engine: VllmEngine, folders: list[Path], references: Any
+) -> None:
+    long: list[int] = []
+    other = VllmEngine(server.name, server.url, TOKEN)
+    request = threading.Thread(target=lambda: long.extend(other.generate([1, 2, 3], 200, soon())))
+    request.start()
+
+    bindings = begun(engine, "first", 7)
+    with pytest.raises(SessionError, match="while first is open"):
+        engine.begin("second", 8, "by-hand", {rank: b["epoch"] for rank, b in bindings.items()}, soon())
+    source = write(folders[1], bindings)
+    with pytest.raises(SessionError, match="before verify"):
+        engine.finish("first", 7, "d", soon())
+    assert engine.verify("first", soon()) == source
+    with pytest.raises(SessionError, match="suspect weights"):
+        engine.resume(Receipt(engine=engine.name, session="first", version=7, digest="d"), soon())
+    receipt = engine.finish("first", 7, "d", soon())
+    assert receipt == Receipt(engine=engine.name, session="first", version=7, digest="d")
+    assert engine.is_paused(soon())
+    assert engine.version(soon()) == 7
+    with pytest.raises(SessionError, match="does not fit"):
+        engine.resume(Receipt(engine=engine.name, session="first", version=8, digest="d"), soon())
+    engine.resume(receipt, soon())
+
+    assert generated(engine) == references[1]
+    request.join(60)
+    other.close()
+    assert len(long) == 200
+
+
+def test_an_aborted_session_leaves_the_engine_paused_until_a_complete_one_commits(
+    engine: VllmEngine, folders: list[Path], references: Any
+) -> None:
+    bindings = begun(engine, "broken", 8)
+    write(folders[0], bindings, only=3)
+    engine.abort("broken", "VerifyError: for this test", soon())
+    assert engine.is_paused(soon())
+    about = engine.describe(soon())
+    assert about.version == 7
+    assert about.software["suspended"] == "VerifyError: for this test"
+    with pytest.raises(SessionError, match="suspect weights"):
+        engine.resume(Receipt(engine=engine.name, session="first", version=7, digest="d"), soon())
+    with pytest.raises(SessionError, match="before verify"):
+        engine.finish("broken", 8, "d", soon())
+
+    bindings = begun(engine, "whole", 9)
+    assert write(folders[0], bindings) == engine.verify("whole", soon())
+    engine.resume(engine.finish("whole", 9, "d", soon()), soon())
+    assert "suspended" not in engine.describe(soon()).software
+    assert engine.version(soon()) == 9
+    assert generated(engine) == references[0]
+
+
+def test_loading_from_disk_changes_tokens_but_no_version_and_voids_the_receipt(
+    engine: VllmEngine, folders: list[Path], references: Any
+) -> None:
+    engine.load_from_disk(str(folders[1]), soon())
+    assert generated(engine) == references[1]
+    assert engine.version(soon()) == 9
+    with pytest.raises(SessionError, match="committed nothing"):
+        engine.resume(Receipt(engine=engine.name, session="whole", version=9, digest="d"), soon())
+
+
+def test_recording_over_http_covers_every_worker(engine: VllmEngine, folders: list[Path]) -> None:
+    hf, _ = read_checkpoint(folders[0])
+    recordings = engine.record({name: (list(t.shape), "float32") for name, t in hf.items()}, soon())
+    assert sorted(recordings) == [0, 1]
+    for recording in recordings.values():
+        assert recording["unexplained"] == {}
+        assert recording["uncovered"] == {}
+    used = [{shard["tensor"] for shard in recordings[rank]["shards"]} for rank in (0, 1)]
+    assert used[0] | used[1] == set(hf)
+    assert used[0] != used[1]
+
+
+def test_a_request_of_many_megabytes_reaches_every_worker_and_its_answer_comes_back(engine: VllmEngine) -> None:
+    # More than the 16 MiB of one chunk of vLLM's queue between the engine core and its workers.
+    name = "model.layers.0.input_layernorm.weight"
+    many = {f"{name}.{i:06d}{'x' * 200}": [[8], "float32"] for i in range(100_000)}
+    made = tables(engine)
+    assert len(json.dumps(many)) > 20 << 20
+    made[0]["expected"] = many
+    with pytest.raises(BindError, match=r"rank 0.*the declared layout is not the live one"):
+        engine.bind(made, soon())
+    assert engine.bind(tables(engine), soon()).keys() == {0, 1}
+
+
+def test_an_incomplete_checkpoint_folder_is_refused_by_name_and_the_engine_stays_paused(
+    engine: VllmEngine, folders: list[Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    hf, _ = read_checkpoint(folders[0])
+    del hf["model.norm.weight"]
+    save_file(hf, tmp_path / "model.safetensors")
+    with pytest.raises(BindError, match=r"holds nothing for: model\.norm\.weight"):
+        engine.load_from_disk(str(tmp_path), soon())
+    assert engine.is_paused(soon())
+
+    bindings = begun(engine, "repair", 10)
+    assert write(folders[0], bindings) == engine.verify("repair", soon())
+    engine.resume(engine.finish("repair", 10, "d", soon()), soon())
+
+
