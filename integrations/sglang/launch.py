@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weight_sync.errors import ConfigError, DeadlineExceeded, ParallelError
+from weight_sync.errors import ConfigError, DeadlineExceeded, ParallelError, RolloutError
 from weight_sync.ids import Deadline
 from weight_sync_integrations.server import Server as ServerProcess
 from weight_sync_integrations.server import start_server
@@ -162,6 +162,8 @@ def environment(spec: ServerSpec, rendezvous: str) -> dict[str, str]:
         variables[TRANSPORT_VARIABLE] = json.dumps(dict(spec.transport))
     if spec.device == "cpu":
         variables |= cpu_environment()
+        # All ranks and the trainer share the host's memory; SGLang would take their ups and downs for a busy GPU.
+        variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         cpus = list(spec.cpus) if spec.cpus is not None else sorted(os.sched_getaffinity(0))
         # SGLang wants one group of cores for each rank; ranks share a core when there are fewer.
         groups = [cpus[rank :: spec.world] or [cpus[rank % len(cpus)]] for rank in range(spec.world)]
@@ -182,7 +184,7 @@ def start(spec: ServerSpec, deadline: Deadline) -> Server:
     Raises: RolloutError (it died; the end of its log is in the message), DeadlineExceeded (with the end of the log, and
     which workers are missing). In both cases nothing is left running.
     """
-    port = spec.port if spec.port is not None else _free_port(spec.host)
+    port = spec.port if spec.port is not None else free_port(spec.host)
     rendezvous = tempfile.TemporaryDirectory(prefix="weight-sync-")
     try:
         process = start_server(
@@ -222,7 +224,22 @@ def _announced(process: ServerProcess, folder: Path, world: int, deadline: Deadl
         time.sleep(0.1)
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_port(host: str) -> int:
+    """A port that is free now and that the kernel will not give away while a server takes a minute to come up.
+
+    Ports of outgoing connections and of listeners that ask for any port come from the ephemeral range; this one lies
+    below it. Raises RolloutError when a hundred random ones are all taken.
+    """
+    lowest_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    low = max(1024, lowest_ephemeral - 12_000)
+    for _ in range(100):
+        # SGLang takes further ports up to about a thousand above this one.
+        port = low + secrets.randbelow(max(1, lowest_ephemeral - 1_100 - low))
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue  # taken: draw another
+            return port
+    raise RolloutError(f"no free port on {host} below {lowest_ephemeral}; give ServerSpec.port")

@@ -77,7 +77,9 @@ def rollout_layout(sizes: Sizes, e: Engine) -> Layout:
 def jobs(draw: st.DrawFn) -> tuple[Sizes, Mcore, Engine, int]:
     """(model, trainer, rollout, vocabulary multiple of the trainer)."""
     moe = draw(st.booleans())
-    tp, pp, vpp = draw(st.sampled_from([(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 3, 1), (2, 2, 2), (1, 2, 2)]))
+    tp, pp, vpp = draw(
+        st.sampled_from([(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 3, 1), (2, 2, 2), (1, 2, 2)])
+    )
     cp = draw(st.sampled_from([1, 1, 2]))
     ep, etp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])) if moe else (1, 1)
     pp_last = draw(st.booleans()) or tp * cp != etp * ep
@@ -177,4 +179,3 @@ def fillings(params: Params) -> list[dict[str, int]]:
 
 def declared_fillings(layout: Layout) -> list[dict[str, int]]:
     return [{p.name: p.filling for p in layout.rank_params(rank)} for rank in range(layout.world)]
-

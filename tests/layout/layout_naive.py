@@ -77,8 +77,8 @@ def hf_model(s: Sizes) -> dict[str, Array]:
     """All HF tensors of a model, in id space."""
     ids = Ids()
     ids.add("model.embed_tokens.weight", s.vocab, s.hidden)
-    for l in range(s.layers):  # noqa: E741
-        at = f"model.layers.{l}."
+    for layer in range(s.layers):
+        at = f"model.layers.{layer}."
         ids.add(at + "input_layernorm.weight", s.hidden)
         ids.add(at + "self_attn.q_proj.weight", s.heads * s.head_dim, s.hidden)
         ids.add(at + "self_attn.k_proj.weight", s.kv_heads * s.head_dim, s.hidden)
@@ -87,7 +87,7 @@ def hf_model(s: Sizes) -> dict[str, Array]:
         ids.add(at + "self_attn.k_norm.weight", s.head_dim)
         ids.add(at + "self_attn.o_proj.weight", s.hidden, s.heads * s.head_dim)
         ids.add(at + "post_attention_layernorm.weight", s.hidden)
-        if s.sparse(l):
+        if s.sparse(layer):
             ids.add(at + "mlp.gate.weight", s.experts, s.hidden)
             for e in range(s.experts):
                 ids.add(at + f"mlp.experts.{e}.gate_proj.weight", s.expert_ffn, s.hidden)
@@ -160,8 +160,8 @@ def mcore_params(s: Sizes, job: Mcore, hf: dict[str, Array], vocab_multiple: int
                     mine[prefix + name] = part(padded(hf[source], vocab_multiple), 0, job.tp, at["tp"])
             if last and chunk == job.vpp - 1:
                 mine[prefix + "decoder.final_layernorm.weight"] = hf["model.norm.weight"]
-            for n, l in enumerate(stages[chunk * job.pp + at["pp"]]):
-                for name, array in mcore_layer(s, job, at, hf, int(l)).items():
+            for n, layer in enumerate(stages[chunk * job.pp + at["pp"]].tolist()):
+                for name, array in mcore_layer(s, job, at, hf, layer).items():
                     mine[f"{prefix}decoder.layers.{n}.{name}"] = array
         result.append(mine)
     return result
@@ -248,8 +248,8 @@ def _worker(s: Sizes, e: Engine, hf: dict[str, Array], stage: int, tp: Cut, attn
     if s.tied and last and e.pp > 1:
         mine["lm_head.weight"] = _vocab(hf["model.embed_tokens.weight"], *tp)
     local = s.experts // e.moe_ep if s.experts else 0
-    for l in e.layers(s.layers, stage):  # noqa: E741
-        at = f"model.layers.{l}."
+    for layer in e.layers(s.layers, stage):
+        at = f"model.layers.{layer}."
 
         def get(name: str, at: str = at) -> Array:
             return hf[f"{at}{name}.weight"]
@@ -264,7 +264,7 @@ def _worker(s: Sizes, e: Engine, hf: dict[str, Array], stage: int, tp: Cut, attn
             kv.append(part(heads, 0, *attn).reshape(-1, s.hidden))
         mine[at + "self_attn.qkv_proj.weight"] = np.concatenate([part(get("self_attn.q_proj"), 0, *attn), *kv])
         mine[at + "self_attn.o_proj.weight"] = part(get("self_attn.o_proj"), 1, *attn)
-        if not s.sparse(l):
+        if not s.sparse(layer):
             halves = [part(get(f"mlp.{x}_proj"), 0, *tp) for x in ("gate", "up")]
             mine[at + "mlp.gate_up_proj.weight"] = np.concatenate(halves)
             mine[at + "mlp.down_proj.weight"] = part(get("mlp.down_proj"), 1, *tp)

@@ -88,7 +88,9 @@ def test_the_trainer_cut_of_qkv_may_fall_inside_a_kv_group():
 
 def test_kv_heads_are_held_by_neighbouring_ranks_when_there_are_more_ranks_than_heads():
     layout = rollout_layout(Sizes(heads=8, kv_heads=2, ffn=8), Engine(tp=8))
-    first = [next(s.box.offset[0] for s in layout.rank_shards(r) if s.tensor.endswith("0.self_attn.k_proj.weight")) for r in range(8)]
+    first = [
+        next(s.box.offset[0] for s in layout.rank_shards(r) if s.tensor.endswith("0.self_attn.k_proj.weight")) for r in range(8)
+    ]
     assert first == [0, 0, 0, 0, 2, 2, 2, 2]
 
 

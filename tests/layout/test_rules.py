@@ -133,9 +133,7 @@ def test_units_are_cut_whole_and_replicated_when_there_are_fewer_than_ranks(case
     }
     layout = declare({"q": [tp * plain, other], "k": [units * width, other]}, {"r": rule}, TrainerDims(tp, tp=tp), units=units)
     k = np.repeat(ids.tensors["k"].reshape(units, width, other), max(1, tp // units), axis=0)
-    want = [
-        {"p": np.concatenate([part(ids.tensors["q"], 0, tp, r), part(k, 0, tp, r).reshape(-1, other)])} for r in range(tp)
-    ]
+    want = [{"p": np.concatenate([part(ids.tensors["q"], 0, tp, r), part(k, 0, tp, r).reshape(-1, other)])} for r in range(tp)]
     check(layout, ids, want)
 
 
@@ -174,9 +172,9 @@ def test_stack_lays_experts_behind_each_other_plain_or_transposed(each, a, b, ep
     ids = Ids()
     names = ["m.{l}.e.{e}.gate", "m.{l}.e.{e}.up"]
     for name in names:
-        for l in range(layers):  # noqa: E741
+        for layer in range(layers):
             for e in range(each * ep):
-                ids.add(name.replace("{l}", str(l)).replace("{e}", str(e)), *shape)
+                ids.add(name.replace("{l}", str(layer)).replace("{e}", str(e)), *shape)
     rule = {
         "rule": "stack",
         "parts": names,
@@ -185,17 +183,17 @@ def test_stack_lays_experts_behind_each_other_plain_or_transposed(each, a, b, ep
         "place": {"ep": "own e", "etp": f"split {split}"},
     }
     dims = TrainerDims(ep * etp, ep=ep, etp=etp)
-    layout = declare({name: shape for name in names}, {"r": rule}, dims, layers=layers, experts=each * ep)
+    layout = declare(dict.fromkeys(names, shape), {"r": rule}, dims, layers=layers, experts=each * ep)
     want: Params = []
     for rank in range(ep * etp):
         mine: dict[str, Array] = {}
-        for l in range(layers):  # noqa: E741
+        for layer in range(layers):
             stack = []
             for e in experts_of(each * ep, ep, rank // etp):
-                halves = [part(ids.tensors[f"m.{l}.e.{e}.{x}"], split, etp, rank % etp) for x in ("gate", "up")]
+                halves = [part(ids.tensors[f"m.{layer}.e.{e}.{x}"], split, etp, rank % etp) for x in ("gate", "up")]
                 joined = np.concatenate(halves)
                 stack.append(joined.T if flip else joined)
-            mine[f"p.{l}"] = np.stack(stack)
+            mine[f"p.{layer}"] = np.stack(stack)
         want.append(mine)
     check(layout, ids, want)
 
@@ -206,8 +204,8 @@ def test_unstack_gives_each_expert_slice_a_parameter_of_its_own(each, a, b, ep, 
     shape = [each * ep, a, b]
     shape[split] *= etp
     ids = Ids()
-    for l in range(2):  # noqa: E741
-        ids.add(f"m.{l}.w", *shape)
+    for layer in range(2):
+        ids.add(f"m.{layer}.w", *shape)
     rule = {
         "rule": "unstack",
         "hf": "m.{l}.w",
@@ -219,8 +217,8 @@ def test_unstack_gives_each_expert_slice_a_parameter_of_its_own(each, a, b, ep, 
     layout = declare({"m.{l}.w": shape}, {"r": rule}, dims, layers=2, experts=each * ep)
     want: Params = [
         {
-            f"p.{l}.{i if local else e}": part(ids.tensors[f"m.{l}.w"][e], split - 1, etp, rank % etp)
-            for l in range(2)
+            f"p.{layer}.{i if local else e}": part(ids.tensors[f"m.{layer}.w"][e], split - 1, etp, rank % etp)
+            for layer in range(2)
             for i, e in enumerate(experts_of(each * ep, ep, rank // etp))
         }
         for rank in range(ep * etp)
@@ -266,16 +264,16 @@ def test_stages_hold_parameters_without_layers_as_placed(placement, pp, vpp, wan
     ids = tensor(x=(2,))
     rule = {"rule": "rename", "hf": "x", "param": "p", "place": {"pp": placement}}
     layout = declare({"x": [2]}, {"r": rule}, TrainerDims(pp, pp=pp, vpp=vpp), layers=pp * vpp)
-    check(layout, ids, [{name: ids.tensors["x"] for name in names} for names in want])
+    check(layout, ids, [dict.fromkeys(names, ids.tensors["x"]) for names in want])
 
 
 def test_layer_indices_restart_on_every_stage_and_chunk():
     ids = Ids()
-    for l in range(7):  # noqa: E741
-        ids.add(f"m.{l}.w", 1)
+    for layer in range(7):
+        ids.add(f"m.{layer}.w", 1)
     rule = {"rule": "rename", "hf": "m.{l}.w", "param": "p.{n}"}
     layout = declare({"m.{l}.w": [1]}, {"r": rule}, TrainerDims(2, pp=2, vpp=2, pipeline=(1, 2, 3, 1)), layers=7)
-    w = [ids.tensors[f"m.{l}.w"] for l in range(7)]
+    w = [ids.tensors[f"m.{layer}.w"] for layer in range(7)]
     check(
         layout,
         ids,

@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from session_support import ALWAYS_DIRECT, DENSE, MOE, NEVER_SHORT_RUNS, World, build, declared
 
-from weight_sync.ids import Deadline
 from weight_sync.plan.schedule import Budget, CostModel
-from weight_sync.session.connect import connect
 from weight_sync.transport import preflight, registry
 from weight_sync.transport.memory import MemoryTransport
 
@@ -139,12 +137,6 @@ def test_connecting_again_keeps_bindings_that_still_fit() -> None:
     before = world.sync.connect().epochs
     assert world.sync.connect().epochs == before
     world.commit(1)
-
-
-def test_a_third_connection_outside_the_session_uses_the_same_public_function() -> None:
-    world = build()
-    connection = connect(world.trainers, world.engines, world.sync._spec, Deadline.after(60))
-    assert connection.schedule.digest == world.sync.connect().schedule.digest
 
 
 @pytest.mark.parametrize("version", [1, 0, -1, 1.5, "2"])

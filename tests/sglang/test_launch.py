@@ -65,6 +65,13 @@ def test_a_spec_that_cannot_work_is_refused_before_anything_starts(
         spec(checkpoint("qwen3"), **values)
 
 
+def test_a_port_is_taken_where_the_kernel_hands_out_none_by_itself() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {launch.free_port("127.0.0.1") for _ in range(20)}
+    assert len(ports) > 10
+    assert max(ports) < lowest
+
+
 def _server(folder: Path, script: str) -> str:
     """An interpreter that ignores SGLang's arguments and runs `script` with the port in `port`."""
     file = folder / "python"

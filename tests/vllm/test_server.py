@@ -150,7 +150,7 @@ def test_describe_lists_every_worker_with_the_shapes_the_checkpoint_implies(
 
 def test_another_jobs_token_is_refused_by_every_worker_and_harms_nothing(server: Server, engine: VllmEngine) -> None:
     stranger = VllmEngine(server.name, server.url, "another-token")
-    with pytest.raises(RolloutError, match="2 of 2 workers.*wrong token"):
+    with pytest.raises(RolloutError, match=r"2 of 2 workers.*wrong token"):
         stranger.describe(soon())
     with pytest.raises(RolloutError, match="wrong token"):
         stranger.abort("s", "not mine", soon())
@@ -281,5 +281,3 @@ def test_an_incomplete_checkpoint_folder_is_refused_by_name_and_the_engine_stays
     bindings = begun(engine, "repair", 10)
     assert write(folders[0], bindings) == engine.verify("repair", soon())
     engine.resume(engine.finish("repair", 10, "d", soon()), soon())
-
-

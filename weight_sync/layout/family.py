@@ -7,7 +7,7 @@ key, null removes. Sizes come from the HF config, never from the YAML.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from weight_sync.errors import FamilyError, listed
 from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.catalog import Catalog, Pattern, placeholders
 from weight_sync.layout.expr import evaluate
+from weight_sync.layout.placement import parse_placement
 from weight_sync.layout.rules import Drop, Frozen, ParamRule, Rule, sources
 
 T = TypeVar("T", bound=Frozen)
@@ -26,7 +27,7 @@ LoadYaml = Callable[[str], Mapping[str, Any]]
 
 
 class LayerSet(Frozen):
-    """Which decoder layers a tensor exists in.
+    """Which decoder layers a tensor exists in. Two sets are always there: "all" (decoder layers) and "mtp" (trailing ones).
 
     first/until: expressions for the range [first, until). every: an HF config key; only layers l with (l + 1) % value == 0.
     except_: an HF config key holding a list of layers to leave out. invert: the complement within all layers.
@@ -40,7 +41,7 @@ class LayerSet(Frozen):
 
 
 class Tensor(Frozen):
-    """One HF tensor template. shape: expressions. layers: a layer set's name (templates with {l}). when: see rules."""
+    """One HF tensor template. shape: expressions. layers: layer sets, joined by " + " (templates with {l}). when: see rules."""
 
     shape: tuple[str | int, ...]
     layers: str = "all"
@@ -48,17 +49,36 @@ class Tensor(Frozen):
     when: str | None = None
 
 
+class Trailing(Frozen):
+    """How Megatron-Core names a layer behind the decoder layers (multi-token prediction), which is built like one of them.
+
+    A rule whose layers include "mtp" gives these layers the same parameters with `decoder` exchanged for `param`, on the
+    stages that `pp` says. {n} then counts trailing layers from 0.
+    """
+
+    decoder: str
+    param: str
+    pp: str = "own last"
+
+
 class FamilyFile(Frozen):
-    """What a merged family file must hold; see the module docstring of `rules` for the rules themselves."""
+    """What a merged family file must hold; see the module docstring of `rules` for the rules themselves.
+
+    refuse: expressions over sizes -> why a model for which they hold cannot be expressed. Symbol mtp_layers, if the family
+    has it, is how many layers trail the decoder layers in the checkpoint (index layers, layers + 1, ...): they belong to no
+    pipeline stage's decoder layers and to the layer set "mtp".
+    """
 
     name: str
     architectures: tuple[str, ...]
-    config: dict[str, str]
+    refuse: dict[str, str] = Field(default_factory=dict)
+    config: dict[str, str] = Field(default_factory=dict)
     defaults: dict[str, str | int] = Field(default_factory=dict)
     derived: dict[str, str | int] = Field(default_factory=dict)
     layer_sets: dict[str, LayerSet] = Field(default_factory=dict)
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor] = Field(default_factory=dict)
     mcore: dict[str, Rule] = Field(default_factory=dict)
+    mcore_trailing: Trailing | None = None
 
 
 class ConventionFile(Frozen):
@@ -195,10 +215,17 @@ def apply(family: FamilyFile, config: Mapping[str, Any]) -> Model:
         symbols[symbol] = int(value)
     for symbol, text in family.derived.items():
         symbols[symbol] = evaluate(text, symbols, f"family {family.name}, derived.{symbol}")
+    for text, reason in family.refuse.items():
+        if evaluate(text, symbols, f"family {family.name}, refuse"):
+            raise FamilyError(f"family {family.name} is refused for this HF config ({text}): {reason}")
+    if not family.tensors:
+        raise FamilyError(f"family {family.name} declares no tensors")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    layers = symbols.get("layers", 0)
+    layers, trailing = symbols.get("layers", 0), symbols.get("mtp_layers", 0)
+    if trailing < 0:
+        raise FamilyError(f"family {family.name}: mtp_layers is {trailing}; it must be 0 or more")
     sets = {name: _layers(name, family, symbols, config, layers) for name in family.layer_sets}
-    sets["all"] = tuple(range(layers))
+    sets["all"], sets["mtp"] = tuple(range(layers)), tuple(range(layers, layers + trailing))
     patterns: list[Pattern] = []
     absent: set[str] = set()
     for template, tensor in family.tensors.items():
@@ -208,11 +235,10 @@ def apply(family: FamilyFile, config: Mapping[str, Any]) -> Model:
         if tensor.when is not None and not evaluate(tensor.when, symbols, where):
             absent.add(template)
             continue
-        if tensor.layers not in sets:
-            raise FamilyError(f"{where}: layers: {tensor.layers!r} is not a layer set; known: {', '.join(sets)}")
+        members = union(tensor.layers, sets, where)
         if "{l}" in template and layers < 1:
             raise FamilyError(f"{where}: the model has layers={layers}; a tensor with {{l}} needs at least 1")
-        chosen = sets[tensor.layers] if "{l}" in template else None
+        chosen = members if "{l}" in template else None
         if chosen == ():
             absent.add(template)
             continue
@@ -229,6 +255,14 @@ def apply(family: FamilyFile, config: Mapping[str, Any]) -> Model:
     if len(catalog.ids) != len(catalog):
         raise FamilyError(f"family {family.name}: two tensor templates give the same HF name: {listed(catalog.doubled())}")
     return Model(family, symbols, catalog, layers, sets, dtype, frozenset(absent))
+
+
+def union(text: str, sets: Mapping[str, tuple[int, ...]], where: str) -> tuple[int, ...]:
+    """The layers of `sparse`, or of `sparse + mtp`, in ascending order."""
+    names = [name.strip() for name in text.split("+")]
+    if unknown := [name for name in names if name not in sets]:
+        raise FamilyError(f"{where}: layers: {listed(unknown)} is not a layer set; known: {', '.join(sets)}")
+    return tuple(sorted({layer for name in names for layer in sets[name]}))
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
@@ -268,7 +302,24 @@ def mcore_convention(family: FamilyFile) -> Convention:
     """The trainer side as Megatron-Core holds it."""
     if not family.mcore:
         raise FamilyError(f"family {family.name} declares no mcore rules: it cannot be synced from a Megatron trainer")
-    return Convention(f"family {family.name}, mcore", family.mcore)
+    origin = f"family {family.name}, mcore"
+    rules: dict[str, ParamRule | Drop] = {}
+    for label, rule in family.mcore.items():
+        names = [] if rule.layers is None else [name.strip() for name in rule.layers.split("+")]
+        decoder = [name for name in names if name != "mtp"]
+        if isinstance(rule, Drop) or "mtp" not in names or not decoder:
+            rules[label] = rule
+            continue
+        trailing = family.mcore_trailing
+        if trailing is None:
+            raise FamilyError(f"{origin}, rule {label}: layers: {rule.layers!r}, but the family has no mcore_trailing")
+        if not rule.param.startswith(trailing.decoder):
+            raise FamilyError(f"{origin}, rule {label}: param {rule.param!r} does not start with {trailing.decoder!r}")
+        rules[label] = rule.model_copy(update={"layers": " + ".join(decoder)})
+        param = trailing.param + rule.param.removeprefix(trailing.decoder)
+        place = {**rule.place, "pp": parse_placement(trailing.pp, f"{origin}, mcore_trailing.pp")}
+        rules[f"mtp_{label}"] = rule.model_copy(update={"layers": "mtp", "param": param, "place": place})
+    return Convention(origin, rules)
 
 
 def engine_convention(file: ConventionFile) -> Convention:
@@ -284,7 +335,7 @@ def active_rules(model: Model, convention: Convention, symbols: Mapping[str, int
     known = model.catalog.by_template
     active: dict[str, ParamRule | Drop] = {}
     spoken: dict[str, list[tuple[str, frozenset[int]]]] = {}
-    for label, rule in convention.rules.items():
+    for label, rule in _one_by_one(model, convention):
         where = f"{convention.origin}, rule {label}"
         names = [part.hf for part in sources(rule)]
         missing = [name for name in names if name not in known]
@@ -322,17 +373,33 @@ def active_rules(model: Model, convention: Convention, symbols: Mapping[str, int
     return active
 
 
+def _one_by_one(model: Model, convention: Convention) -> Iterator[tuple[str, ParamRule | Drop]]:
+    """All rules; a drop of whole layers becomes one drop for each template that has some of them."""
+    for label, rule in convention.rules.items():
+        if not isinstance(rule, Drop) or rule.hf is not None:
+            yield label, rule
+            continue
+        where = f"{convention.origin}, rule {label}"
+        if rule.layers is None:
+            raise FamilyError(f"{where}: a drop names the tensor (hf) or the layers that are left out")
+        chosen = set(union(rule.layers, model.layer_sets, where))
+        for pattern in model.catalog.patterns:
+            if chosen & set(pattern.layers or ()):
+                yield f"{label} ({pattern.template})", rule.model_copy(update={"hf": pattern.template})
+
+
 def rule_layers(model: Model, rule: ParamRule | Drop, where: str) -> tuple[int, ...] | None:
-    """The global layers a rule applies to, or None for a rule without {l}."""
+    """The global layers a rule applies to, or None for a rule without {l}.
+
+    Trailing layers are never meant by a rule that does not name the layer set mtp.
+    """
     patterns = [model.catalog.patterns[model.catalog.by_template[part.hf]] for part in sources(rule)]
     if len({(p.layers, p.experts, p.dtype) for p in patterns}) > 1:
         raise FamilyError(f"{where}: its tensors differ in layers, experts or dtype: {[p.template for p in patterns]}")
     layers = patterns[0].layers
-    if rule.layers is None:
-        return layers
     if layers is None:
+        if rule.layers is None:
+            return None
         raise FamilyError(f"{where}: layers: {rule.layers!r}, but its tensors have no {{l}}")
-    if rule.layers not in model.layer_sets:
-        raise FamilyError(f"{where}: layers: {rule.layers!r} is not a layer set; known: {', '.join(model.layer_sets)}")
-    chosen = set(model.layer_sets[rule.layers])
+    chosen = set(union(rule.layers or "all", model.layer_sets, where))
     return tuple(layer for layer in layers if layer in chosen)

@@ -65,8 +65,9 @@ def dropped_names(model: Model, convention: Convention, dims: Dims, side: str, *
     for label, rule in active_rules(model, convention, names).items():
         if isinstance(rule, Drop):
             layers = rule_layers(model, rule, f"{convention.origin}, rule {label}")
-            experts = model.catalog.patterns[model.catalog.by_template[rule.hf]].experts
-            result += (fill(rule.hf, l=l, e=e) for l in (layers or (0,)) for e in range(max(experts, 1)))  # noqa: E741
+            template = sources(rule)[0].hf
+            experts = model.catalog.patterns[model.catalog.by_template[template]].experts
+            result += (fill(template, l=l, e=e) for l in (layers or (0,)) for e in range(max(experts, 1)))  # noqa: E741
     return tuple(result)
 
 
@@ -180,6 +181,17 @@ class _Resolver:
         pp, stages = coords["pp"], self.dims.sizes["pp"]
         chunks = self.dims.stage_layers(self.model.layers, pp)
         many = len(chunks) > 1
+        first, last = [0] if pp == 0 else [], [len(chunks) - 1] if pp == stages - 1 else []
+        ends = {"first": first, "last": last, "ends": sorted({*first, *last})}
+        trailing = layers is not None and layers[0] >= self.model.layers
+        if trailing and isinstance(placement, Own) and placement.index in ends:
+            return [
+                (chunk if many else None, layer - self.model.layers, layer)
+                for chunk in ends[placement.index]
+                for layer in layers
+            ]
+        if trailing:
+            raise FamilyError(f"{where}: trailing layers belong to no stage's own layers; place.pp must be own first or last")
         if layers is not None:
             if placement != Own("l"):
                 raise FamilyError(f"{where}: a rule over {{l}} must own layers over pp, not {placement}")
@@ -190,16 +202,11 @@ class _Resolver:
                 for n, layer in enumerate(members)
                 if layer in wanted
             ]
-        first, last = [0] if pp == 0 else [], [len(chunks) - 1] if pp == stages - 1 else []
         match placement:
             case Replicate():
                 holders = [0]
-            case Own("first"):
-                holders = first
-            case Own("last"):
-                holders = last
-            case Own("ends"):
-                holders = sorted({*first, *last})
+            case Own(index) if index in ends:
+                holders = ends[index]
             case _:
                 raise FamilyError(f"{where}: placement {placement} over pp needs {{l}} in the template")
         return [(chunk if many else None, 0, 0) for chunk in holders]

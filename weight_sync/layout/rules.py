@@ -36,7 +36,8 @@ class _Rule(Frozen):
     when: str | None = None
     """An expression over sizes and parallel sizes; the rule is absent when it is false."""
     layers: str | None = None
-    """A layer set of the family; the rule then applies to those layers only (a norm that sparse layers keep elsewhere)."""
+    """Layer sets of the family, joined by " + "; the rule then applies to those layers only (a norm that sparse layers keep
+    elsewhere). Without it a rule means all decoder layers, never trailing ones: those go by the name mtp."""
     dtype: str | None = None
     """The parameter's dtype on this side where it is not the model's (an fp32 router bias, say)."""
 
@@ -136,10 +137,13 @@ class Unstack(_Rule):
 
 
 class Drop(Frozen):
-    """HF tensors that this side does not hold, with the reason. Anything not held and not dropped is an error."""
+    """HF tensors that this side does not hold, with the reason. Anything not held and not dropped is an error.
+
+    Without hf, everything in `layers` is left out (a draft layer that is served by nobody).
+    """
 
     rule: Literal["drop"]
-    hf: str
+    hf: str | None = None
     reason: str = Field(min_length=1)
     when: str | None = None
     layers: str | None = None
@@ -162,5 +166,7 @@ def sources(rule: ParamRule | Drop) -> tuple[Part, ...]:
             return parts
         case Qkv(q=q, k=k, v=v):
             return (Part(hf=q), Part(hf=k), Part(hf=v))
+        case Drop(hf=None):
+            return ()
         case _:
-            return (Part(hf=rule.hf),)
+            return (Part(hf=str(rule.hf)),)

@@ -77,7 +77,7 @@ def on_each(engines: Sequence[RolloutEngine], call: Callable[[int, RolloutEngine
 def add_error(first: BaseException, what: str, other: BaseException) -> None:
     """Note `other`, with what was noted on it, on the error that will be raised."""
     first.add_note(f"{what}: {type(other).__name__}: {other}")
-    for note in getattr(other, "__notes__", []):
+    for note in list(getattr(other, "__notes__", [])) if other is not first else []:
         first.add_note(f"{what}: {note}")
 
 
