@@ -17,15 +17,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from weight_sync.config import JobConf, PauseChoice, PlacementConf, check_job, engine_yaml, family_for, family_yaml
+from weight_sync.config import JobConf, PauseChoice, PlacementConf, check_job, declared_sides
 from weight_sync.errors import ConfigError, VerifyError
 from weight_sync.ids import Deadline
-from weight_sync.layout.parallel import EngineDims, TrainerDims
 from weight_sync.observe.observer import open_observer
 from weight_sync.plan.schedule import Budget, CostModel
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.contracts import PauseMode, RolloutEngine
-from weight_sync.session.inputs import Declared, layout_of
+from weight_sync.session.inputs import layout_of
 from weight_sync.session.session import Timeouts, WeightSync
 from weight_sync.transport import preflight
 from weight_sync_integrations.ray.engine import EngineActor, connect_engine, read_config
@@ -143,45 +142,12 @@ def _transformers_tokens(job: JobConf, export: Path) -> list[list[int]]:
 def resolve_early(job: JobConf, config: Mapping[str, Any]) -> SyncSpec:
     """Everything that can be wrong with family and sizes, found with the HF config alone. Returns the sync's spec."""
     conf = job.weight_sync
-    family = family_yaml(family_for(config) if conf.family == "auto" else conf.family)
-    engine = engine_yaml(job.rollout.kind)
-    rollout = Declared(family, dict(config), engine_dims(job, engine), engine)
+    trainer, rollout = declared_sides(job, config)
     layout_of(rollout, "rollout")
-    costs, budget = CostModel(**asdict(conf.costs)), Budget(**asdict(conf.budget))
-    trainer = None
-    if job.trainer.kind == "megatron":
-        t = job.trainer
-        multiple = t.vocab_multiple * t.tp
-        # A Megatron parameter has the trainer's dtype, whatever the checkpoint says.
-        own = dict(config) | ({"dtype": t.dtype} if t.dtype else {})
-        trainer = Declared(family, own, trainer_dims(job), None, {"vocab_multiple": multiple})
+    if trainer is not None:
         layout_of(trainer, "trainer")
+    costs, budget = CostModel(**asdict(conf.costs)), Budget(**asdict(conf.budget))
     return SyncSpec(trainer, rollout, witness=conf.verify.witness, costs=costs, budget=budget)
-
-
-def trainer_dims(job: JobConf) -> dict[str, Any]:
-    t = job.trainer
-    pipeline = None if t.pipeline is None else list(t.pipeline)
-    dims = {a: getattr(t, a) for a in ("ranks", "tp", "pp", "vpp", "ep", "etp", "cp", "order")} | {"pipeline": pipeline}
-    TrainerDims(**{**dims, "pipeline": None if pipeline is None else tuple(pipeline)})
-    return dims
-
-
-def engine_dims(job: JobConf, convention: Mapping[str, Any]) -> dict[str, Any]:
-    r = job.rollout
-    if r.kind == "vllm" and r.moe_ep not in (1, r.tp):
-        raise ConfigError(f"rollout.moe_ep={r.moe_ep}: vLLM spreads experts over all tp ranks or cuts them; legal: 1, {r.tp}")
-    if r.kind == "vllm" and r.attn_dp != 1:
-        raise ConfigError(
-            f"rollout.attn_dp={r.attn_dp}: vLLM has no attention data parallelism inside tp; use 1 and more engines"
-        )
-    pipeline = None if r.pipeline is None else list(r.pipeline)
-    dims = {
-        "tp": r.tp, "pp": r.pp, "attn_dp": r.attn_dp, "moe_ep": r.moe_ep, "engines": r.engines,
-        "pipeline": pipeline, "remainder": convention.get("remainder", "inner"),
-    }  # fmt: skip
-    EngineDims(**{**dims, "pipeline": None if pipeline is None else tuple(pipeline)})
-    return dims
 
 
 def pause_mode(job: JobConf, engines: list[RolloutEngine]) -> PauseMode:

@@ -7,16 +7,21 @@ docs/config.md lists them. Nothing here starts, connects or reads anything but Y
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from weight_sync.errors import ConfigError, FamilyError, listed
 from weight_sync.layout.family import merged
+from weight_sync.layout.parallel import EngineDims, TrainerDims
+from weight_sync.session.inputs import Declared
+from weight_sync.transport import registry
 
 MISSING = "???"
 
@@ -238,12 +243,22 @@ def strategies() -> list[str]:
     return sorted(p.name[:-5] for p in _files("weight_sync") if p.name.endswith(".yaml") and not p.name.startswith("_"))
 
 
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a strategy that is given in a way in which Hydra would not find it, and say how it is given."""
+    for argument in arguments:
+        given = re.fullmatch(r"([+~]*)weight_sync=([\w.-]*)", argument)
+        if given and (given[1] != "+" or given[2] in ("", "null")):
+            raise ConfigError(
+                f"{argument}: a strategy is chosen with one plus, +weight_sync=NAME; there are {', '.join(strategies())}"
+            )
+
+
 def job_from(cfg: Any) -> JobConf:
     """The composed Hydra config as a JobConf. Raises ConfigError for what composition cannot see."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    node = OmegaConf.select(cfg, "weight_sync")
+    node = OmegaConf.select(cfg, "weight_sync", throw_on_missing=False)
     if node is None:
         raise ConfigError(f"no strategy chosen: add +weight_sync=NAME; there are {', '.join(strategies())}")
     if isinstance(node, str):
@@ -252,16 +267,43 @@ def job_from(cfg: Any) -> JobConf:
             f"or ++ was used where + is meant. Use +weight_sync=NAME with one of {', '.join(strategies())}; from another "
             "program add hydra.searchpath=[pkg://weight_sync_conf]"
         )
+    if not OmegaConf.is_dict(node):
+        raise ConfigError(
+            f"weight_sync={node!r} is no config group: use +weight_sync=NAME with one of {', '.join(strategies())}"
+        )
+    if OmegaConf.get_type(cfg) is not JobConf:
+        raise ConfigError("the job's config was composed without its schema; is train.yaml the primary config?")
+    # Hydra adds a key given with + to any schema without a word.
+    content = cast("dict[str, Any]", OmegaConf.to_container(cfg))
+    if unknown := [*_unknown_keys(content["weight_sync"], SyncConf, "weight_sync"), *_unknown_keys(content, JobConf, "")]:
+        raise ConfigError(f"no such key: {listed(unknown)}")
+    where = ""
     try:
         OmegaConf.resolve(cfg)
+        where = "weight_sync."
         sync = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SyncConf), node))
+        where = ""
         job = cast("JobConf", OmegaConf.to_object(cfg))
-        if not isinstance(job, JobConf):
-            raise ConfigError("the job's config was composed without its schema; is train.yaml the primary config?")
     except OmegaConfBaseException as error:
-        raise ConfigError(f"config: {str(error).splitlines()[0]} (at {getattr(error, 'full_key', None)})") from None
+        key = where + (getattr(error, "full_key", None) or "")
+        hint = "; choose a strategy with +weight_sync=NAME" if key == "weight_sync.strategy" else ""
+        raise ConfigError(f"{key or 'config'}: {str(error).splitlines()[0]}{hint}") from None
     job.weight_sync = sync
     return job
+
+
+def _unknown_keys(value: Mapping[str, Any], schema: type, path: str) -> Iterator[str]:
+    """Keys that the schema does not have, each with those it has."""
+    hints = get_type_hints(schema)
+    known = [item.name for item in fields(schema)]
+    for key, item in value.items():
+        name = f"{path}.{key}" if path else str(key)
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"{name} ({path or 'the job'} has {', '.join(known)}{hint})"
+        elif is_dataclass(hints[key]) and isinstance(item, Mapping):
+            yield from _unknown_keys(cast("Mapping[str, Any]", item), cast("type", hints[key]), name)
 
 
 def check_job(job: JobConf) -> None:
@@ -274,13 +316,39 @@ def check_job(job: JobConf) -> None:
     ):
         if value not in legal:
             raise ConfigError(f"{key}={value!r}: must be one of {', '.join(legal)}")
-    for key, number in (
-        ("rounds", job.rounds),
-        ("max_new_tokens", job.max_new_tokens),
-        ("rollout.engines", job.rollout.engines),
+    conf: SyncConf = job.weight_sync
+    for key, number, least in (
+        ("rounds", job.rounds, 1),
+        ("steps_per_round", job.steps_per_round, 1),
+        ("max_new_tokens", job.max_new_tokens, 1),
+        ("rollout.engines", job.rollout.engines, 1),
+        ("weight_sync.budget.source", conf.budget.source, 1024),
+        ("weight_sync.budget.target", conf.budget.target, 1024),
+        ("weight_sync.costs.seconds_per_write", conf.costs.seconds_per_write, 0),
     ):
-        if number < 1:
-            raise ConfigError(f"{key}={number}: must be at least 1")
+        if number < least:
+            raise ConfigError(f"{key}={number}: must be at least {least}")
+    for key, number in (
+        *((f"weight_sync.timeouts.{item.name}", getattr(conf.timeouts, item.name)) for item in fields(conf.timeouts)),
+        ("weight_sync.costs.wire", conf.costs.wire),
+        ("weight_sync.costs.copy", conf.costs.copy),
+        ("rollout.start_seconds", job.rollout.start_seconds),
+    ):
+        if not number > 0:
+            raise ConfigError(f"{key}={number}: must be above 0")
+    if conf.transport.name not in registry.names():
+        raise ConfigError(f"weight_sync.transport.name={conf.transport.name!r}: must be one of {', '.join(registry.names())}")
+    options = inspect.signature(registry.resolve(conf.transport.name))
+    try:
+        options.bind(**conf.transport.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"weight_sync.transport.options: {conf.transport.name}: {error}; it takes {', '.join(options.parameters)}"
+        ) from None
+    if conf.family != "auto":
+        family_yaml(conf.family)
+    _trainer_dims(job)
+    _engine_dims(job, engine_yaml(job.rollout.kind))
     if job.trainer.kind == "fsdp2":
         cut = {a: getattr(job.trainer, a) for a in ("tp", "pp", "vpp", "ep", "etp", "cp") if getattr(job.trainer, a) != 1}
         if cut:
@@ -346,3 +414,65 @@ def family_for(config: Mapping[str, Any]) -> str:
             f"{listed(sorted(known), 40)}. Set weight_sync.family to a name or to a YAML file of your own"
         )
     return found[0]
+
+
+def compose_job(overrides: list[str]) -> JobConf:
+    """The JobConf that `python train.py overrides` would run, composed without Hydra's main. By default with p2p_tcp."""
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+
+    check_arguments(overrides)
+    register_schemas()
+    chosen = (
+        overrides if any(o.lstrip("+").startswith("weight_sync=") for o in overrides) else ["+weight_sync=p2p_tcp", *overrides]
+    )
+    try:
+        with initialize_config_module("weight_sync_conf", version_base="1.3"):
+            job = job_from(compose("train", chosen))
+    except HydraException as error:
+        cause = f": {error.__cause__}" if error.__cause__ is not None else ""
+        raise ConfigError(f"{error}{cause}") from None
+    check_job(job)
+    return job
+
+
+def declared_sides(job: JobConf, config: Mapping[str, Any]) -> tuple[Declared | None, Declared]:
+    """(trainer, rollout) as the job declares them for a model with this HF config. FSDP2 declares nothing: its ranks tell.
+
+    Raises FamilyError, ParallelError or ConfigError for what can be known from config alone.
+    """
+    conf = job.weight_sync
+    family = family_yaml(family_for(config) if conf.family == "auto" else conf.family)
+    engine = engine_yaml(job.rollout.kind)
+    rollout = Declared(family, dict(config), _engine_dims(job, engine), engine)
+    if job.trainer.kind != "megatron":
+        return None, rollout
+    t = job.trainer
+    # A Megatron parameter has the trainer's dtype, whatever the checkpoint says.
+    own = dict(config) | ({"dtype": t.dtype} if t.dtype else {})
+    return Declared(family, own, _trainer_dims(job), None, {"vocab_multiple": t.vocab_multiple * t.tp}), rollout
+
+
+def _trainer_dims(job: JobConf) -> dict[str, Any]:
+    t = job.trainer
+    pipeline = None if t.pipeline is None else list(t.pipeline)
+    dims = {a: getattr(t, a) for a in ("ranks", "tp", "pp", "vpp", "ep", "etp", "cp", "order")} | {"pipeline": pipeline}
+    TrainerDims(**{**dims, "pipeline": None if pipeline is None else tuple(pipeline)})
+    return dims
+
+
+def _engine_dims(job: JobConf, convention: Mapping[str, Any]) -> dict[str, Any]:
+    r = job.rollout
+    if r.kind == "vllm" and r.moe_ep not in (1, r.tp):
+        raise ConfigError(f"rollout.moe_ep={r.moe_ep}: vLLM spreads experts over all tp ranks or cuts them; legal: 1, {r.tp}")
+    if r.kind == "vllm" and r.attn_dp != 1:
+        raise ConfigError(
+            f"rollout.attn_dp={r.attn_dp}: vLLM has no attention data parallelism inside tp; use 1 and more engines"
+        )
+    pipeline = None if r.pipeline is None else list(r.pipeline)
+    dims = {
+        "tp": r.tp, "pp": r.pp, "attn_dp": r.attn_dp, "moe_ep": r.moe_ep, "engines": r.engines,
+        "pipeline": pipeline, "remainder": convention.get("remainder", "inner"),
+    }  # fmt: skip
+    EngineDims(**{**dims, "pipeline": None if pipeline is None else tuple(pipeline)})
+    return dims

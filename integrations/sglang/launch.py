@@ -157,6 +157,8 @@ def environment(spec: ServerSpec, rendezvous: str) -> dict[str, str]:
         RENDEZVOUS_VARIABLE: rendezvous,
         BIND_VARIABLE: spec.worker_host,
         "HF_HUB_OFFLINE": "1",
+        # Build leftovers in the working directory (an old *.egg-info) would hide our plug-in's entry point.
+        "PYTHONSAFEPATH": "1",
     }
     if spec.transport is not None:
         variables[TRANSPORT_VARIABLE] = json.dumps(dict(spec.transport))

@@ -13,13 +13,15 @@ What is replaced, all found in vLLM 0.32.0; a name that is gone raises ConfigErr
                                                     kernel ignores it, so expert parallelism computed other experts)
     v1.worker.cpu_model_runner.CPUModelRunner       later pipeline stages get the receive buffers that only a warm-up
                                                     run makes, which CPU skips in eager mode
-    device_communicators.cpu_communicator           gloo instead of shared memory when WEIGHT_SYNC_VLLM_GLOO=1, for
-                                                    ranks that do not share one /dev/shm name
+    device_communicators.cpu_communicator           shared-memory files lose their names once every rank has mapped
+                                                    them (stock vLLM leaves 4 MiB of /dev/shm behind for each rank); and
+                                                    gloo instead of them when WEIGHT_SYNC_VLLM_GLOO=1
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import ConfigError
@@ -38,6 +40,7 @@ def apply() -> None:
     _plain_linear()
     _plain_experts()
     _stage_buffers()
+    _unlink_shared_memory()
     if os.environ.get(GLOO_VARIABLE) == "1":
         _gloo()
 
@@ -148,6 +151,23 @@ def _stage_buffers() -> None:
 
     setattr(load_model_with_buffers, _MARK, True)
     runner.load_model = load_model_with_buffers
+
+
+def _unlink_shared_memory() -> None:
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shared = _seam(cpu_communicator, "_CPUSHMDistributed")
+    initialise = _seam(shared, "_init_cpu_shm")
+    if getattr(initialise, _MARK, False):
+        return
+
+    def initialise_and_unlink(self: Any) -> int:
+        handle = initialise(self)  # ends with a barrier after every rank has mapped every file
+        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank_in_group}").unlink(missing_ok=True)
+        return handle
+
+    setattr(initialise_and_unlink, _MARK, True)
+    shared._init_cpu_shm = initialise_and_unlink
 
 
 def _gloo() -> None:

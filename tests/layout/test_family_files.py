@@ -136,7 +136,7 @@ def test_an_unknown_family_is_the_loaders_error_with_the_known_names():
         ({"tensor": {}}, ["family base", "tensor:", "Extra inputs"]),
         ({"mcore/norm/layer": "late"}, ["mcore.norm.rename.layer", "Extra inputs"]),
         ({"layer_sets/late/until_": 3}, ["layer_sets.late.until_"]),
-        ({"tensors": None}, ["tensors", "required"]),
+        ({"architectures": None}, ["architectures", "required"]),
         ({"mcore/norm/rule": "renam"}, ["mcore.norm", "'rename'", "'qkv'"]),
         ({"mcore/norm/param": 3}, ["mcore.norm.rename.param", "valid string", "got 3"]),
         (
@@ -207,12 +207,14 @@ def test_layer_sets_refuse_config_values_that_are_no_step_or_no_list(key, value,
 @pytest.mark.parametrize(
     ("paths", "words"),
     [
-        ({"tensors/m.{l}.norm/layers": "early"}, ["tensors.m.{l}.norm", "'early'", "late, all"]),
+        ({"tensors/m.{l}.norm/layers": "early"}, ["tensors.m.{l}.norm", "early is not a layer set", "late, all"]),
         ({"tensors/x.{n}": {"shape": [1]}}, ["tensors.x.{n}", "not n"]),
         ({"tensors/m.1.norm": {"shape": ["hidden"]}}, ["same HF name", "m.1.norm"]),
         ({"tensors/embed/shape": ["hidden", "width"]}, ["tensors.embed", "unknown name 'width'", "hidden"]),
         ({"tensors/embed/dtype": "int3"}, ["tensors.embed", "'int3'"]),
         ({"mcore": {}}, ["family base", "no mcore rules"]),
+        ({"tensors": {}}, ["family base", "no tensors"]),
+        ({"refuse": {"layers > 1": "a reason"}}, ["family base is refused", "layers > 1", "a reason"]),
     ],
 )
 def test_tensors_that_cannot_be_are_refused_by_name(paths, words):
@@ -268,7 +270,7 @@ NORM = "m.{l}.norm"
         # Each kind of rule.
         ({"mcore/norm/dtype": "float17"}, ["rule norm", "'float17'"]),
         ({"mcore/embed/layers": "late"}, ["rule embed", "'late'", "no {l}"]),
-        ({"mcore/norm/layers": "early"}, ["rule norm", "'early'", "late, all"]),
+        ({"mcore/norm/layers": "early"}, ["rule norm", "early is not a layer set", "late, all"]),
         ({"mcore/norm": {"rule": "stack", "parts": [NORM], "param": "x.{n}"}}, ["rule norm", "only tensors with {e}"]),
         ({"mcore/norm": {"rule": "transpose", "hf": NORM, "param": "x.{n}"}}, ["rule norm", "only matrices", "[4]"]),
         ({"mcore/norm": {"rule": "concat", "parts": [NORM, "embed"], "param": "x.{n}"}}, ["rule norm", "differ in layers"]),

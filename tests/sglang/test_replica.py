@@ -90,6 +90,12 @@ def test_a_remainder_of_layers_goes_to_the_last_stages_and_embeddings_to_the_end
     assert {name for name in last if ".layers." not in name} == {"model.norm.weight", "lm_head.weight"}
 
 
+def test_qwen3_moe_has_its_head_on_every_stage(checkpoint: Make) -> None:
+    path = checkpoint("qwen3_moe", num_hidden_layers=2)
+
+    assert all("lm_head.weight" in build_replica(path, rank, EngineSizes(pp=2)).tensors() for rank in range(2))
+
+
 def test_experts_are_stacked_in_order_of_their_global_index_and_gate_comes_before_up(checkpoint: Make) -> None:
     path = checkpoint("qwen3_moe", num_hidden_layers=1)
     tensors = read_checkpoint(path)

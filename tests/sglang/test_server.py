@@ -286,8 +286,8 @@ def test_two_pipeline_stages_are_told_apart_and_stopping_ends_every_process(
         assert description.pause_modes == ("abort",)
         stages = [{p.name for p in rank.params} for rank in description.ranks]
         assert "model.embed_tokens.weight" in stages[0] - stages[1]
-        assert "lm_head.weight" in stages[1] - stages[0]
-        assert not stages[0] & stages[1]
+        assert "model.norm.weight" in stages[1] - stages[0]
+        assert stages[0] & stages[1] == {"lm_head.weight"}  # Qwen3-MoE builds it on every stage
 
         old = engine.generate(PROMPT, 6, soon())
         writer = Writer(engine, first, EngineSizes(pp=2))

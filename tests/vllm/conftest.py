@@ -36,6 +36,7 @@ ENVIRONMENT = {
 }
 PROMPTS = [[5, 6, 7, 8, 9, 10], [50, 60, 70]]
 NEW_TOKENS = 16
+_BUILT: list[Any] = []
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -90,6 +91,8 @@ def run_forked(work: Callable[..., Any], *arguments: Any, seconds: float = 120) 
             answer = (True, work(*arguments))
         except BaseException:  # noqa: BLE001 - the parent fails the test with it
             answer = (False, traceback.format_exc())
+        for engine in _BUILT:  # ends its workers and gives their shared memory back
+            engine.llm_engine.engine_core.shutdown()
         with os.fdopen(writer, "wb") as stream:
             pickle.dump(answer, stream)
         os._exit(0)
@@ -141,7 +144,9 @@ def build_engine(model: Path, **options: Any) -> Any:
         "weight_transfer_config": {"backend": "weight_sync"},
         "worker_extension_cls": "weight_sync_integrations.vllm.worker.WeightSyncWorkerExtension",
     }
-    return LLM(model=str(model), **{**defaults, **options})
+    llm = LLM(model=str(model), **{**defaults, **options})
+    _BUILT.append(llm)
+    return llm
 
 
 def greedy(llm: Any) -> list[list[int]]:

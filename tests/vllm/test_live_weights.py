@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 
 from tests.vllm.conftest import ENVIRONMENT, build_engine, greedy, greedy_transformers
+from weight_sync.config import engine_yaml, family_yaml
+from weight_sync.layout.witness import agree
+from weight_sync.session.inputs import Declared, layout_of
 
 TOKEN = ENVIRONMENT["WEIGHT_SYNC_TOKEN"]
 
@@ -40,11 +43,13 @@ LAYOUTS = [
     Layout("qwen3", tp=2),
     Layout("qwen3", pp=2, sizes={"num_hidden_layers": 5}),
     Layout("qwen3", tp=2, sizes={"tie_word_embeddings": True, "vocab_size": 250}),
+    Layout("qwen3", pp=2, sizes={"tie_word_embeddings": True, "num_hidden_layers": 3}),
     Layout("qwen3", tp=4),  # two KV heads on four ranks: replicated
     Layout("qwen3_moe"),
     Layout("qwen3_moe", tp=2),
     Layout("qwen3_moe", tp=2, ep=True),
     Layout("qwen3_moe", pp=2),
+    Layout("qwen3_moe", pp=2, sizes={"tie_word_embeddings": True}),
 ]
 
 
@@ -212,6 +217,7 @@ def collect(layout: Layout, before: Path, after: Path) -> dict[str, Any]:
     facts["recordings"] = [
         {key: recording[key] for key in ("uncovered", "rewritten", "inexpressible", "unread")} for recording in recordings
     ]
+    facts["shards"] = [recording["shards"] for recording in recordings]
     facts["rebuilt"] = []
     for rank, recording in enumerate(recordings):
         expected = hand_slices(hf, config, layout, rank)
@@ -291,7 +297,9 @@ def test_every_live_tensor_is_writable_and_tied_ones_are_listed_once(facts: Any,
     about = facts(layout)["about"]
     assert [one["not_writable"] for one in about] == [{}] * len(about)
     for rank, one in enumerate(about):
-        other = {"lm_head.weight": "model.embed_tokens.weight"} if layout.sizes.get("tie_word_embeddings") else {}
+        holds_head = layout.kind == "qwen3_moe" or rank // layout.tp == layout.pp - 1
+        tied = layout.sizes.get("tie_word_embeddings") and holds_head
+        other = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
         if layout.kind == "qwen3_moe":  # the router is a child of the layer and of its experts
             layers = range(rank // layout.tp * 2, rank // layout.tp * 2 + 2) if layout.pp == 2 else range(4)
             own = [f"model.layers.{layer}.mlp." for layer in layers]
@@ -325,3 +333,19 @@ def test_recorded_loading_explains_every_element_and_rebuilds_the_live_tensors(f
 @every_layout
 def test_recording_changes_no_byte_of_the_live_engine(facts: Any, layout: Layout) -> None:
     assert facts(layout)["after_recording"] == [[]] * (layout.tp * layout.pp)
+
+
+@every_layout
+def test_the_layout_declared_for_vllm_is_what_its_loaders_do(
+    facts: Any, checkpoints: Callable[..., Path], layout: Layout
+) -> None:
+    config = json.loads((checkpoints(layout.kind, seed=0, **layout.sizes) / "config.json").read_text())
+    declared = Declared(
+        family=family_yaml(layout.kind),
+        config=config,
+        dims={"tp": layout.tp, "pp": layout.pp, "moe_ep": layout.tp if layout.ep else 1},
+        convention=engine_yaml("vllm"),
+    )
+    resolved = layout_of(declared, "rollout")
+    for rank, shards in enumerate(facts(layout)["shards"]):
+        agree(resolved, rank, shards, {})

@@ -26,6 +26,8 @@ def check_rule(rule: ParamRule, where: str, catalog: Catalog, names: Mapping[str
         raise FamilyError(f"{where}: only tensors with {{e}} can be stacked, not {pattern.template}")
     if rule.dtype is not None and rule.dtype not in ITEMSIZE:
         raise FamilyError(f"{where}: unknown dtype {rule.dtype!r}; known: {', '.join(ITEMSIZE)}")
+    if rule.value == "cast" and rule.dtype is None:
+        raise FamilyError(f"{where}: value: cast needs a dtype to cast to")
     _check_places(rule, where, axes, experts)
     _check_name(rule, where, layered=pattern.layers is not None, separate=bool(experts) and not isinstance(rule, Stack))
 

@@ -53,12 +53,13 @@ class Trailing(Frozen):
     """How Megatron-Core names a layer behind the decoder layers (multi-token prediction), which is built like one of them.
 
     A rule whose layers include "mtp" gives these layers the same parameters with `decoder` exchanged for `param`, on the
-    stages that `pp` says. {n} then counts trailing layers from 0.
+    stages that `pp` says. {n} then counts trailing layers from 0. when: rules for trailing layers are absent if it is false.
     """
 
     decoder: str
     param: str
     pp: str = "own last"
+    when: str = "mtp_layers > 0"
 
 
 class FamilyFile(Frozen):
@@ -66,7 +67,8 @@ class FamilyFile(Frozen):
 
     refuse: expressions over sizes -> why a model for which they hold cannot be expressed. Symbol mtp_layers, if the family
     has it, is how many layers trail the decoder layers in the checkpoint (index layers, layers + 1, ...): they belong to no
-    pipeline stage's decoder layers and to the layer set "mtp".
+    pipeline stage's decoder layers and to the layer set "mtp". mcore_defaults: symbols of the mcore rules that a caller of
+    resolve may give another value.
     """
 
     name: str
@@ -78,18 +80,28 @@ class FamilyFile(Frozen):
     layer_sets: dict[str, LayerSet] = Field(default_factory=dict)
     tensors: dict[str, Tensor] = Field(default_factory=dict)
     mcore: dict[str, Rule] = Field(default_factory=dict)
+    mcore_defaults: dict[str, str | int] = Field(default_factory=dict)
     mcore_trailing: Trailing | None = None
+
+
+class Refusal(Frozen):
+    """What an engine cannot do: models of these HF architectures (all, if none is named) while `when` is true."""
+
+    when: str
+    reason: str
+    only_for: tuple[str, ...] = ()
 
 
 class ConventionFile(Frozen):
     """How one engine holds HF tensors: rules that apply wherever a family has the tensors they speak of.
 
-    remainder: see EngineDims. defaults: symbols the rules use, with the engine's own value.
+    refuse: label -> what is an error instead of a layout. remainder: see EngineDims. defaults: symbols the rules use, with the engine's own value.
     """
 
     name: str
     remainder: str = "inner"
     defaults: dict[str, str | int] = Field(default_factory=dict)
+    refuse: dict[str, Refusal] = Field(default_factory=dict)
     rules: dict[str, Rule]
 
 
@@ -115,6 +127,7 @@ class Convention:
     defaults: Mapping[str, str | int] = field(default_factory=dict[str, str | int])
     shared: bool = False
     """True for engine files: a rule whose tensors the family does not have is simply not used."""
+    refuse: Mapping[str, Refusal] = field(default_factory=dict[str, Refusal])
 
 
 def merged(name: str, load: LoadYaml, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -306,24 +319,30 @@ def mcore_convention(family: FamilyFile) -> Convention:
     rules: dict[str, ParamRule | Drop] = {}
     for label, rule in family.mcore.items():
         names = [] if rule.layers is None else [name.strip() for name in rule.layers.split("+")]
-        decoder = [name for name in names if name != "mtp"]
-        if isinstance(rule, Drop) or "mtp" not in names or not decoder:
+        if isinstance(rule, Drop) or "mtp" not in names:
             rules[label] = rule
             continue
         trailing = family.mcore_trailing
         if trailing is None:
             raise FamilyError(f"{origin}, rule {label}: layers: {rule.layers!r}, but the family has no mcore_trailing")
-        if not rule.param.startswith(trailing.decoder):
-            raise FamilyError(f"{origin}, rule {label}: param {rule.param!r} does not start with {trailing.decoder!r}")
-        rules[label] = rule.model_copy(update={"layers": " + ".join(decoder)})
-        param = trailing.param + rule.param.removeprefix(trailing.decoder)
-        place = {**rule.place, "pp": parse_placement(trailing.pp, f"{origin}, mcore_trailing.pp")}
-        rules[f"mtp_{label}"] = rule.model_copy(update={"layers": "mtp", "param": param, "place": place})
-    return Convention(origin, rules)
+        change: dict[str, object] = {"layers": "mtp", "when": _both(rule.when, trailing.when)}
+        if decoder := [name for name in names if name != "mtp"]:
+            rules[label] = rule.model_copy(update={"layers": " + ".join(decoder)})
+            if not rule.param.startswith(trailing.decoder):
+                raise FamilyError(f"{origin}, rule {label}: param {rule.param!r} does not start with {trailing.decoder!r}")
+            change["param"] = trailing.param + rule.param.removeprefix(trailing.decoder)
+        place = parse_placement(trailing.pp, f"{origin}, mcore_trailing.pp")
+        change["place"] = {**rule.place, "pp": rule.place.get("pp", place)}
+        rules[f"mtp_{label}" if decoder else label] = rule.model_copy(update=change)
+    return Convention(origin, rules, family.mcore_defaults)
+
+
+def _both(when: str | None, other: str) -> str:
+    return other if when is None else f"({when}) and ({other})"
 
 
 def engine_convention(file: ConventionFile) -> Convention:
-    return Convention(f"engine {file.name}", file.rules, file.defaults, shared=True)
+    return Convention(f"engine {file.name}", file.rules, file.defaults, shared=True, refuse=file.refuse)
 
 
 def active_rules(model: Model, convention: Convention, symbols: Mapping[str, int]) -> dict[str, ParamRule | Drop]:
@@ -332,11 +351,16 @@ def active_rules(model: Model, convention: Convention, symbols: Mapping[str, int
     A rule speaks of HF templates by their exact text. It must match all of them or (engine files only, or tensors absent from
     this config) none. Every tensor must be spoken of, and by one non-tie rule only.
     """
+    for label, refusal in convention.refuse.items():
+        if _for(model, refusal.only_for) and evaluate(refusal.when, symbols, f"{convention.origin}, refuse {label}"):
+            raise FamilyError(f"{convention.origin} is refused for family {model.family.name} ({refusal.when}): {refusal.reason}")
     known = model.catalog.by_template
     active: dict[str, ParamRule | Drop] = {}
     spoken: dict[str, list[tuple[str, frozenset[int]]]] = {}
     for label, rule in _one_by_one(model, convention):
         where = f"{convention.origin}, rule {label}"
+        if not _for(model, rule.only_for, rule.not_for) or (rule.when is not None and not evaluate(rule.when, symbols, where)):
+            continue
         names = [part.hf for part in sources(rule)]
         missing = [name for name in names if name not in known]
         if len(missing) == len(names) and (convention.shared or all(name in model.absent for name in missing)):
@@ -344,8 +368,6 @@ def active_rules(model: Model, convention: Convention, symbols: Mapping[str, int
         if missing:
             what = "matches nothing" if len(missing) == len(names) else "matches only some of its tensors"
             raise FamilyError(f"{where} {what}: the model has no {listed(missing)}; it has {listed(known, 40)}")
-        if rule.when is not None and not evaluate(rule.when, symbols, where):
-            continue
         chosen = rule_layers(model, rule, where)
         if chosen == ():
             continue
@@ -371,6 +393,11 @@ def active_rules(model: Model, convention: Convention, symbols: Mapping[str, int
             "does not hold it"
         )
     return active
+
+
+def _for(model: Model, only: tuple[str, ...], never: tuple[str, ...] = ()) -> bool:
+    mine = set(model.family.architectures)
+    return (not only or bool(mine & set(only))) and not mine & set(never)
 
 
 def _one_by_one(model: Model, convention: Convention) -> Iterator[tuple[str, ParamRule | Drop]]:

@@ -71,6 +71,27 @@ def dropped_names(model: Model, convention: Convention, dims: Dims, side: str, *
     return tuple(result)
 
 
+def computed_names(model: Model, convention: Convention, dims: Dims, side: str, **symbols: int) -> dict[str, str]:
+    """HF name -> how this side computes its values, for the tensors that it does not hold byte for byte.
+
+    A rule's `value` declares them. Where both dtypes are equal for this model, a cast changes nothing and is not listed.
+    """
+    names = symbols_of(model, convention, dims, side, symbols)
+    result: dict[str, str] = {}
+    for label, rule in active_rules(model, convention, names).items():
+        if isinstance(rule, Drop) or rule.value is None:
+            continue
+        layers = rule_layers(model, rule, f"{convention.origin}, rule {label}")
+        for part in sources(rule):
+            pattern = model.catalog.patterns[model.catalog.by_template[part.hf]]
+            if rule.dtype is None or rule.dtype == pattern.dtype:
+                continue
+            for layer in layers or (0,):
+                for expert in range(max(pattern.experts, 1)):
+                    result[fill(part.hf, l=layer, e=expert)] = f"{rule.value} from {pattern.dtype} to {rule.dtype}"
+    return result
+
+
 def resolve(model: Model, convention: Convention, dims: Dims, side: str, **symbols: int) -> Layout:
     """The layout of one side.
 
@@ -183,15 +204,14 @@ class _Resolver:
         many = len(chunks) > 1
         first, last = [0] if pp == 0 else [], [len(chunks) - 1] if pp == stages - 1 else []
         ends = {"first": first, "last": last, "ends": sorted({*first, *last})}
-        trailing = layers is not None and layers[0] >= self.model.layers
-        if trailing and isinstance(placement, Own) and placement.index in ends:
-            return [
-                (chunk if many else None, layer - self.model.layers, layer)
-                for chunk in ends[placement.index]
-                for layer in layers
-            ]
+        trailing = [layer for layer in layers or () if layer >= self.model.layers]
         if trailing:
-            raise FamilyError(f"{where}: trailing layers belong to no stage's own layers; place.pp must be own first or last")
+            if trailing != list(layers or ()):
+                raise FamilyError(f"{where}: decoder layers and trailing layers (mtp) need a rule each")
+            if not isinstance(placement, Own) or placement.index not in ends:
+                raise FamilyError(f"{where}: trailing layers are no stage's own; place.pp must be own first, last or ends")
+            held = ends[placement.index]
+            return [(chunk if many else None, layer - self.model.layers, layer) for chunk in held for layer in trailing]
         if layers is not None:
             if placement != Own("l"):
                 raise FamilyError(f"{where}: a rule over {{l}} must own layers over pp, not {placement}")

@@ -40,6 +40,13 @@ class _Rule(Frozen):
     elsewhere). Without it a rule means all decoder layers, never trailing ones: those go by the name mtp."""
     dtype: str | None = None
     """The parameter's dtype on this side where it is not the model's (an fp32 router bias, say)."""
+    value: Literal["cast"] | None = None
+    """What makes the parameter's values of the HF tensor's where its bytes are not simply placed. cast: the tensor's dtype is
+    converted to `dtype`. Such tensors are listed by computed_names: no one-sided write can bring them."""
+    only_for: tuple[str, ...] = ()
+    """HF architectures (model classes of an engine) that alone have this rule."""
+    not_for: tuple[str, ...] = ()
+    """HF architectures that do not have this rule."""
 
     @field_validator("place", mode="before")
     @classmethod
@@ -147,6 +154,8 @@ class Drop(Frozen):
     reason: str = Field(min_length=1)
     when: str | None = None
     layers: str | None = None
+    only_for: tuple[str, ...] = ()
+    not_for: tuple[str, ...] = ()
 
 
 def _as_parts(value: object) -> object:

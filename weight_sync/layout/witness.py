@@ -14,14 +14,26 @@ from weight_sync.layout.box import Box
 from weight_sync.layout.table import Layout, Shard
 
 
-def agree(declared: Layout, rank: int, recorded: Iterable[Mapping[str, Any]], unexplained: Mapping[str, str]) -> None:
+def agree(
+    declared: Layout,
+    rank: int,
+    recorded: Iterable[Mapping[str, Any]],
+    unexplained: Mapping[str, str],
+    computed: Mapping[str, str] | None = None,
+) -> None:
     """Raise BindError, naming tensor, rank and both boxes, unless the recording of one rank equals the declared layout.
 
     recorded: shards as Layout.rank_to_json writes them. unexplained: HF name -> operation the recorder could not express.
+    computed: HF name -> operation that the rules declare (computed_names); of these only the operation is compared.
     """
-    problems = [
-        f"{name}: the loader applies {operation}, which is no move of elements" for name, operation in unexplained.items()
-    ]
+    problems: list[str] = []
+    expected = {s.tensor: computed[s.tensor] for s in declared.rank_shards(rank) if s.tensor in computed} if computed else {}
+    for name in sorted(unexplained.keys() | expected.keys()):
+        found = unexplained.get(name, "a plain copy")
+        if name not in expected:
+            problems.append(f"{name}: the loader applies {found}, which is no move of elements")
+        elif found != expected[name]:
+            problems.append(f"{name}: declared {expected[name]}, but the loader applies {found}")
     said: dict[tuple[str, str], list[Shard]] = {}
     for shard in declared.rank_shards(rank):
         said.setdefault((shard.param, shard.tensor), []).append(shard)

@@ -14,7 +14,6 @@ import numpy as np
 
 from weight_sync.errors import PlanError, listed
 from weight_sync.ids import Side
-from weight_sync.layout.box import Box
 from weight_sync.layout.table import Ints, Layout, Param
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.tiling import disjoint, fills, inside
@@ -69,7 +68,7 @@ def _well_formed(plan: Plan) -> None:
     end = plan.offset + plan.shape
     out = ((plan.shape < 1) | (plan.offset < 0) | (end > plan.catalog.shapes[plan.tensor])).any(axis=1)
     _refuse(
-        f"{_where(plan, i)}: box {Box(tuple(plan.offset[i].tolist()), tuple(np.maximum(plan.shape[i], 0).tolist()))} "
+        f"{_where(plan, i)}: box at {plan.offset[i].tolist()} of shape {plan.shape[i].tolist()} "
         f"is empty or outside the tensor, shape {plan.catalog.shapes[plan.tensor[i]].tolist()}"
         for i in np.flatnonzero(out).tolist()
     )

@@ -19,7 +19,7 @@ from weight_sync.layout.witness import agree
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.schedule import Budget, CostModel, Schedule
 from weight_sync.session.contracts import EngineDescription, PauseMode, RolloutEngine, TrainerGroup
-from weight_sync.session.inputs import Declared, PlanInputs, dims_of, dropped_names, layout_of, model_of
+from weight_sync.session.inputs import Declared, PlanInputs, dims_of, dropped_names, model_of
 from weight_sync.session.tables import target_table
 
 K = TypeVar("K")
@@ -116,12 +116,12 @@ def connect(
         costs=spec.costs,
         budget=spec.budget,
     )
-    schedule = inputs.schedule()
+    layouts = inputs.layouts()
+    schedule = inputs.schedule(layouts)
     payload = inputs.to_json()
     answers = trainers.call("plan", dict.fromkeys(ranks, payload), deadline)
     if wrong := {rank: a["digest"] for rank, a in answers.items() if a["digest"] != schedule.digest}:
         raise PlanError(f"trainer ranks computed another plan than the controller's {schedule.digest}: {wrong}")
-    layouts = layout_of(source, "trainer"), layout_of(spec.rollout, "rollout")
     if spec.witness:
         _witness(engines, layouts[1], dims, deadline)
     bindings = on_each(engines, lambda i, engine: engine.bind(_tables(schedule, i, dims), deadline))

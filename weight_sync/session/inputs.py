@@ -84,11 +84,14 @@ class PlanInputs:
             Budget(**data["budget"]),
         )
 
-    def schedule(self) -> Schedule:
-        """Resolve both sides, plan, prove, schedule. Equal inputs give equal digests everywhere."""
-        plan = make_plan(
-            layout_of(self.source, "trainer"), layout_of(self.target, "rollout"), self.source_hosts, self.target_hosts
-        )
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Both sides, resolved."""
+        return layout_of(self.source, "trainer"), layout_of(self.target, "rollout")
+
+    def schedule(self, layouts: tuple[Layout, Layout] | None = None) -> Schedule:
+        """Resolve both sides (layouts: already resolved), plan, prove, schedule. Equal inputs give equal digests everywhere."""
+        source, target = layouts or self.layouts()
+        plan = make_plan(source, target, self.source_hosts, self.target_hosts)
         prove_exact_once(plan, self.dropped)
         return make_schedule(plan, self.costs, self.budget)
 

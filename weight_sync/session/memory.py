@@ -125,12 +125,11 @@ class Memory:
 
     def moved(self, tensors: Mapping[str, Any]) -> str | None:
         """How `tensors` as they are now differ from those seen before (names, shapes, places), or None when they do not."""
-        now = Memory(tensors, self.where)
-        if now.storages == self.storages and now.params == self.params:
-            return None
-        old, new = ({p.name: (p, m.storages[p.storage]) for p in m.params} for m in (self, now))
-        changed = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
-        return listed(sorted(changed)) or "order of the parameters"
+        old, new = self._places(), Memory(tensors, self.where)._places()
+        return listed(sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))) or None
+
+    def _places(self) -> dict[str, tuple[Any, ...]]:
+        return {p.name: (p.shape, p.stride, p.dtype, p.offset, self.storages[p.storage]) for p in self.params}
 
     def param(self, name: str) -> LiveParam:
         if name not in self._by_name:

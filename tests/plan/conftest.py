@@ -1,0 +1,7 @@
+"""Makes the support modules of the plan tests, and those of the layout tests, importable."""
+
+import sys
+from pathlib import Path
+
+here = Path(__file__).parent
+sys.path[:0] = [str(here), str(here.parent / "layout")]

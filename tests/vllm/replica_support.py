@@ -1,0 +1,76 @@
+"""Any rank of a vLLM engine's model, built in this process without workers or torch.distributed.
+
+Like the SGLang replica: vLLM's own model class, constructed as one rank of given sizes. It is never run; what its
+load_weights does is recorded. Written against vLLM 0.32.0, whose parallel groups are module globals: one at a time.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def vllm_rank(checkpoint: Path, tp: int, pp: int, ep: bool, rank: int) -> Iterator[torch.nn.Module]:
+    """The model of rank `rank` (tp fastest) of an engine of tp x pp workers. ep: experts are owned by the tp ranks."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state as state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    stage, local = divmod(rank, tp)
+    config = EngineArgs(
+        model=str(checkpoint),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=64,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        enable_expert_parallel=ep,
+        kv_cache_memory_bytes=32 << 20,
+        distributed_executor_backend="mp",
+        compilation_config={"custom_ops": ["-rotary_embedding"]},
+    ).create_engine_config()
+    config.parallel_config.rank = rank
+    groups = {
+        "_WORLD": group(rank, tp * pp),
+        "_TP": group(local, tp),
+        "_PP": group(stage, pp),
+        "_EP": group(local, tp),
+        **{name: group(0, 1) for name in ("_DP", "_DCP", "_PCP", "_ETP") if hasattr(state, name)},
+    }
+    saved = {name: getattr(state, name) for name in groups}
+    try:
+        for name, value in groups.items():
+            setattr(state, name, value)
+        with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+            yield initialize_model(config)
+    finally:
+        for name, value in saved.items():
+            setattr(state, name, value)
+
+
+def group(rank: int, size: int) -> Any:
+    """What model constructors read of a process group. It cannot communicate."""
+    return types.SimpleNamespace(
+        rank=rank,
+        rank_in_group=rank,
+        local_rank=rank,
+        world_size=size,
+        ranks=list(range(size)),
+        first_rank=0,
+        last_rank=size - 1,
+        is_first_rank=rank == 0,
+        is_last_rank=rank == size - 1,
+        device_group=None,
+        cpu_group=None,
+        device_communicator=None,
+        unique_name="replica",
+    )
