@@ -374,9 +374,10 @@ def _read(kind: str, name: str) -> Mapping[str, Any]:
     elif name in known:
         text = resources.files("weight_sync_conf").joinpath("weight_sync", kind, f"{name}.yaml").read_text()
     else:
-        near = difflib.get_close_matches(name, known, n=1)
+        whole = [item for item in known if not item.startswith("_")]  # the others are only there to be extended
+        near = difflib.get_close_matches(name, whole, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise FamilyError(f"unknown {kind} {name!r}: there are {', '.join(known)}, or give the path of a YAML file{hint}")
+        raise FamilyError(f"unknown {kind} {name!r}: there are {', '.join(whole)}, or give the path of a YAML file{hint}")
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -27,6 +27,7 @@ from megatron.core.transformer import (
     transformer_block,
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
 
@@ -238,8 +239,9 @@ def install() -> None:
     for module in (gpt_layer_specs, multi_token_prediction, experimental_attention_variant_module_specs):
         module.HAVE_TE = True
     # MLA compares the submodule it was given with these names to know how it is cut.
-    multi_latent_attention.TELinear = TELinear
-    multi_latent_attention.TEColumnParallelLinear = TEColumnParallelLinear
+    for module in (multi_latent_attention, absorbed_mla):
+        module.TELinear = TELinear
+        module.TEColumnParallelLinear = TEColumnParallelLinear
     multi_latent_attention.TELayerNormColumnParallelLinear = TELayerNormColumnParallelLinear
     choose = mla_qk_norm_config.get_backend
     mla_qk_norm_config.get_backend = lambda name: CpuSpecProvider() if name == "transformer_engine" else choose(name)

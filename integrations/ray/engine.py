@@ -80,10 +80,15 @@ def read_config(folder: str) -> dict[str, Any]:
         raise ConfigError(f"model.path={folder}: no config.json in it") from None
     except ValueError as error:
         raise ConfigError(f"model.path={folder}: config.json is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"model.path={folder}: config.json must hold an object, not {type(config).__name__}")
     files = sorted(path.glob("*.safetensors"))
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        wanted = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            wanted = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index}: no index of a checkpoint: {type(error).__name__}: {error}") from None
         if missing := [name for name in wanted if not (path / name).is_file()]:
             raise ConfigError(f"model.path={folder}: the index names {', '.join(missing)}, which are not there")
     if not files:
@@ -102,9 +107,9 @@ def check_safetensors(file: Path) -> None:
             raise ConfigError(f"{file}: truncated: {size} bytes, its header alone needs {8 + length}")
         try:
             header = json.loads(handle.read(length))
-        except ValueError as error:
-            raise ConfigError(f"{file}: not a safetensors file: {error}") from None
-    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            end = max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{file}: not a safetensors file: {type(error).__name__}: {error}") from None
     if size != 8 + length + end:
         raise ConfigError(f"{file}: {size} bytes, but its header describes {8 + length + end}: truncated or damaged")
 

@@ -19,8 +19,8 @@ import pytest
 from tests.exact.exact_cases import KINDS, TRAINERS, why_not
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 600
-"""For one side with all its cases; several times what two busy cores need."""
+SECONDS = 900
+"""For one side with all its cases; many times what two idle cores need."""
 
 _FOUND = pytest.StashKey[list[dict[str, Any]]]()
 

@@ -124,5 +124,5 @@ def session(
         source = Declared(family, config, {"ranks": TRAINER_WORLD, **trainer.parallel}, None, symbols)
     agents = [SourceAgent(rank, transport) for rank in read_ranks(folder)]
     spec = SyncSpec(source, target, witness=witness, costs=costs, budget=budget)
-    timeouts = Timeouts(connect=60, sync=60, abort=30)
+    timeouts = Timeouts(connect=120, sync=120, abort=60)
     return WeightSync(InProcessTrainers(agents), rollout.engines, spec, pause="retract", timeouts=timeouts)

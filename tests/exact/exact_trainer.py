@@ -86,7 +86,7 @@ def main(root: Path, names: list[str]) -> None:
             made = MODELS[case.model]
             make_checkpoint(folder, made.kind, **made.sizes)
         out = root / "trainers" / name
-        run_ranks(TRAINER_WORLD, train_and_dump, case, folder, out)
+        run_ranks(TRAINER_WORLD, train_and_dump, case, folder, out, seconds=300)
         _must_differ(folder, out / "export")
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
 

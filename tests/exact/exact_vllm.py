@@ -145,7 +145,7 @@ def main(root: Path, answers: Path, cases: Path) -> None:
     for module in ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"):
         importlib.import_module(module)
     for (model, engine), group in read_cases(cases).items():
-        run_forked(run_group, root, answers, model, engine, group)
+        run_forked(run_group, root, answers, model, engine, group, seconds=400)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tests.exact.conftest import Answers
 from tests.exact.exact_cases import METHODS, MUTATIONS, all_cases, why_not
 
 # The first test of each side waits for the whole side.
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(2000)
 
 CASES = all_cases()
 

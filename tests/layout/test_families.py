@@ -21,7 +21,7 @@ from layout_naive import Engine, Mcore, Sizes, engine_params, hf_model, mcore_pa
 
 from weight_sync.layout.resolve import dropped_names, resolve
 
-relaxed = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 
 @relaxed

@@ -15,7 +15,7 @@ from weight_sync.plan.boxes import distinct_boxes, holders, overlapping_tensors
 from weight_sync.plan.planner import make_plan
 from weight_sync.plan.proof import prove_exact_once
 
-relaxed = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 
 @relaxed

@@ -24,7 +24,7 @@ from weight_sync.plan import boxes
 from weight_sync.plan.plan import COLUMNS, Plan
 from weight_sync.plan.planner import make_plan
 
-relaxed = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
 
 def hosts(world: int, each: int) -> list[str]:
@@ -200,6 +200,33 @@ def test_the_choice_is_the_one_that_the_rule_names(case, known):
     for row in range(len(plan)):
         box = Box(tuple(plan.offset[row].tolist()), tuple(plan.shape[row].tolist()))
         assert plan.source_rank[row] == chosen[int(plan.target[row]), box]
+
+
+def whole_tensors(sizes: list[int], held: list[set[int]], world: int, side_: str) -> Layout:
+    """A layout in which tensor i of sizes[i] elements is held whole by the ranks held[i]."""
+    catalog = Catalog(tuple(Pattern(f"t{i}", (n,), "uint8") for i, n in enumerate(sizes)))
+    params = [[Param(r, f"t{i}", (n,), "uint8") for i, n in enumerate(sizes) if r in held[i]] for r in range(world)]
+    shards = [
+        [{"tensor": p.name, "offset": [0], "shape": list(p.shape), "param": p.name, "start": 0, "strides": [1]} for p in mine]
+        for mine in params
+    ]
+    return layout_from_shards(side_, catalog, params, shards)
+
+
+@relaxed
+@given(st.data(), st.integers(2, 5))
+def test_loads_of_ranks_that_share_only_some_boxes_are_weighed_against_each_other(data, world):
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=3, max_size=12))
+    held = [data.draw(st.sets(st.integers(0, world - 1), min_size=1)) for _ in sizes]
+    source = whole_tensors(sizes, held, world, "trainer")
+    plan = make_plan(source, whole_tensors(sizes, [{0}] * len(sizes), 1, "rollout"))
+    load = [0] * world
+    want = {}
+    alone = [i for i in range(len(sizes)) if len(held[i]) == 1]
+    for i in alone + sorted((i for i in range(len(sizes)) if len(held[i]) > 1), key=lambda i: (-sizes[i], i)):
+        want[i] = min(held[i], key=lambda r: (load[r], r))
+        load[want[i]] += sizes[i]
+    assert dict(zip(plan.tensor.tolist(), plan.source_rank.tolist(), strict=True)) == want
 
 
 @relaxed

@@ -21,10 +21,10 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """checkpoint(kind, seed=..., **sizes) -> folder, made once for each set of arguments."""
-    made: dict[tuple[Any, ...], Path] = {}
+    made: dict[str, Path] = {}
 
     def make(kind: str, *, seed: int = 0, **sizes: Any) -> Path:
-        key = (kind, seed, *sorted(sizes.items()))
+        key = repr((kind, seed, sorted(sizes.items())))
         if key not in made:
             made[key] = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / kind, kind, seed=seed, **sizes)
         return made[key]

@@ -22,6 +22,7 @@ def vllm_rank(checkpoint: Path, tp: int, pp: int, ep: bool, rank: int) -> Iterat
     from vllm.distributed import parallel_state as state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     stage, local = divmod(rank, tp)
@@ -47,18 +48,29 @@ def vllm_rank(checkpoint: Path, tp: int, pp: int, ep: bool, rank: int) -> Iterat
         **{name: group(0, 1) for name in ("_DP", "_DCP", "_PCP", "_ETP") if hasattr(state, name)},
     }
     saved = {name: getattr(state, name) for name in groups}
+    choose = CpuPlatform.get_attn_backend_cls
     try:
         for name, value in groups.items():
             setattr(state, name, value)
+        CpuPlatform.get_attn_backend_cls = classmethod(_dense)
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
             yield initialize_model(config)
     finally:
+        CpuPlatform.get_attn_backend_cls = choose
         for name, value in saved.items():
             setattr(state, name, value)
 
 
+def _dense(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+    """Attention that is never run: a CPU has no sparse one, and the model's parameters do not depend on it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return (AttentionBackendEnum.CPU_MLA if attn_selector_config.use_mla else AttentionBackendEnum.CPU_ATTN).get_path()
+
+
 def group(rank: int, size: int) -> Any:
     """What model constructors read of a process group. It cannot communicate."""
+    handle = types.SimpleNamespace(size=lambda: size, rank=lambda: rank)
     return types.SimpleNamespace(
         rank=rank,
         rank_in_group=rank,
@@ -69,8 +81,8 @@ def group(rank: int, size: int) -> Any:
         last_rank=size - 1,
         is_first_rank=rank == 0,
         is_last_rank=rank == size - 1,
-        device_group=None,
-        cpu_group=None,
+        device_group=handle,
+        cpu_group=handle,
         device_communicator=None,
         unique_name="replica",
     )

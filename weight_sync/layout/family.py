@@ -49,6 +49,14 @@ class Tensor(Frozen):
     when: str | None = None
 
 
+class Refusal(Frozen):
+    """What a side cannot do: models of these HF architectures (all, if none is named) while `when` is true."""
+
+    when: str
+    reason: str
+    only_for: tuple[str, ...] = ()
+
+
 class Trailing(Frozen):
     """How Megatron-Core names a layer behind the decoder layers (multi-token prediction), which is built like one of them.
 
@@ -80,16 +88,9 @@ class FamilyFile(Frozen):
     layer_sets: dict[str, LayerSet] = Field(default_factory=dict)
     tensors: dict[str, Tensor] = Field(default_factory=dict)
     mcore: dict[str, Rule] = Field(default_factory=dict)
+    mcore_refuse: dict[str, Refusal] = Field(default_factory=dict)
     mcore_defaults: dict[str, str | int] = Field(default_factory=dict)
     mcore_trailing: Trailing | None = None
-
-
-class Refusal(Frozen):
-    """What an engine cannot do: models of these HF architectures (all, if none is named) while `when` is true."""
-
-    when: str
-    reason: str
-    only_for: tuple[str, ...] = ()
 
 
 class ConventionFile(Frozen):
@@ -334,7 +335,7 @@ def mcore_convention(family: FamilyFile) -> Convention:
         place = parse_placement(trailing.pp, f"{origin}, mcore_trailing.pp")
         change["place"] = {**rule.place, "pp": rule.place.get("pp", place)}
         rules[f"mtp_{label}" if decoder else label] = rule.model_copy(update=change)
-    return Convention(origin, rules, family.mcore_defaults)
+    return Convention(origin, rules, family.mcore_defaults, refuse=family.mcore_refuse)
 
 
 def _both(when: str | None, other: str) -> str:

@@ -7,7 +7,7 @@ parameters, not with Python objects for each shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -90,6 +90,20 @@ def computed_names(model: Model, convention: Convention, dims: Dims, side: str, 
                 for expert in range(max(pattern.experts, 1)):
                     result[fill(part.hf, l=layer, e=expert)] = f"{rule.value} from {pattern.dtype} to {rule.dtype}"
     return result
+
+
+def without(layout: Layout, tensors: Collection[str]) -> Layout:
+    """The layout without the parameters that hold any of these HF tensors: what a plan can bring when those go another way."""
+    ids = {layout.catalog.ids[name] for name in tensors}
+    gone = np.isin(layout.tensor, np.fromiter(ids, np.int64, len(ids)))
+    dropped = set(layout.param[gone].tolist())
+    keep = [i for i in range(len(layout.params)) if i not in dropped]
+    row = np.full(len(layout.params), -1, np.int64)
+    row[keep] = np.arange(len(keep))
+    stays = row[layout.param] >= 0
+    columns = {name: getattr(layout, name)[stays] for name in ("tensor", "offset", "shape", "start", "strides")}
+    params = tuple(layout.params[i] for i in keep)
+    return Layout(layout.side, layout.world, layout.catalog, params, param=row[layout.param][stays], **columns)
 
 
 def resolve(model: Model, convention: Convention, dims: Dims, side: str, **symbols: int) -> Layout:

@@ -6,7 +6,8 @@ Trainer side, in every trainer rank's process:
     TrainerSource.tensors()     the same parameters as live tensors, by the same names.
     TrainerSource.quiesce()     at the start of every sync: afterwards the parameters hold the finished optimiser step
                                 and no step may start until release().
-    TrainerSource.release()     when the sync is over, committed or not.
+    TrainerSource.release()     when the sync is over, committed or not; after a failed write only once the rank's transport is
+                                closed, for until then it may still be read from.
 
 Rollout side, in the controller's process, one object for each engine:
 
@@ -19,7 +20,8 @@ Rollout side, in the controller's process, one object for each engine:
     verify()                    workers digest the live destination bytes of every transfer.
     finish(session, version)    after the controller compared the digests: post-processing, caches, version. -> Receipt
     resume(receipt)             generation goes on. Nothing else resumes an engine.
-    abort(reason)               the session is over without commit: the engine stays paused and says why.
+    abort(reason)               the session is over without commit: workers close their transports, bindings are void, a paused
+                                engine stays paused and says why. May come again, and before begin().
 
 Everything that crosses a process border is plain data: numbers, strings, lists and dicts.
 """

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from weight_sync.errors import ConfigError
-from weight_sync.layout.expr import evaluate
+from weight_sync.layout import resolve as resolved
 from weight_sync.layout.family import (
     Convention,
     Model,
-    active_rules,
     apply,
     engine_convention,
     mcore_convention,
@@ -19,8 +18,6 @@ from weight_sync.layout.family import (
     parse_family,
 )
 from weight_sync.layout.parallel import Dims, EngineDims, TrainerDims
-from weight_sync.layout.resolve import resolve
-from weight_sync.layout.rules import Drop
 from weight_sync.layout.table import Layout
 from weight_sync.plan.planner import make_plan
 from weight_sync.plan.proof import prove_exact_once
@@ -92,7 +89,7 @@ class PlanInputs:
         """Resolve both sides (layouts: already resolved), plan, prove, schedule. Equal inputs give equal digests everywhere."""
         source, target = layouts or self.layouts()
         plan = make_plan(source, target, self.source_hosts, self.target_hosts)
-        prove_exact_once(plan, self.dropped)
+        prove_exact_once(plan, self.dropped, source=source, target=target)
         return make_schedule(plan, self.costs, self.budget)
 
 
@@ -116,19 +113,10 @@ def layout_of(value: Declared | Mapping[str, Any], side: str) -> Layout:
     if not isinstance(value, Declared):
         return Layout.from_json(value)
     model, convention = model_of(value)
-    return resolve(model, convention, dims_of(value, side), side, **value.symbols)
+    return resolved.resolve(model, convention, dims_of(value, side), side, **value.symbols)
 
 
-def dropped_names(declared: Declared, side: str) -> dict[str, str]:
-    """HF name -> reason, for every tensor that a side declares it does not hold."""
+def dropped_names(declared: Declared, side: str) -> tuple[str, ...]:
+    """The HF names that a side declares it does not hold."""
     model, convention = model_of(declared)
-    symbols = {**model.symbols, **dims_of(declared, side).sizes}
-    for symbol, text in convention.defaults.items():
-        symbols[symbol] = evaluate(text, symbols, f"{convention.origin}, defaults.{symbol}")
-    symbols.update(declared.symbols)
-    result: dict[str, str] = {}
-    for rule in active_rules(model, convention, symbols).values():
-        if isinstance(rule, Drop):
-            pattern = model.catalog.patterns[model.catalog.by_template[rule.hf]]
-            result.update(dict.fromkeys(pattern.names(), rule.reason))
-    return result
+    return resolved.dropped_names(model, convention, dims_of(declared, side), side, **declared.symbols)

@@ -229,7 +229,7 @@ class WeightSync:
         if self._touched:
             self._machine.to(State.FAILED)
         else:
-            error.add_note("no engine was paused; all go on serving what they served")
+            error.add_note("no engine was asked for anything: each stands or serves as it did before")
         try:
             self._clean_up()
         except Exception as also:  # noqa: BLE001 - the first error is the one to raise; this one goes with it

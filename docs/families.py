@@ -1,0 +1,140 @@
+"""Make docs/families.md from what tests recorded: python docs/families.py [--add FOLDER] [--check].
+
+The family tests write a line for every comparison that succeeded into the folder WEIGHT_SYNC_FAMILY_RECORDS. --add merges such
+a folder into families.jsonl, which is kept beside the page; without it the page is rendered from that file alone. With --check
+nothing is written and the exit code says whether the page is current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from weight_sync.config import _files, engine_yaml, family_yaml
+
+DOCS = Path(__file__).parent
+RECORDS = DOCS / "families.jsonl"
+PAGE = DOCS / "families.md"
+Record = dict[str, Any]
+SIDES = ("trainer", "sglang", "vllm")
+INTRO = """# Model families
+
+<!-- Made by docs/families.py from docs/families.jsonl, which the family tests record. Do not edit. -->
+
+A family is a YAML file in `conf/weight_sync/family`; how an engine fuses and stacks is one in `conf/weight_sync/engine`. Each
+cell below counts layouts in which the declaration was compared, element for element, with somebody else's code on a tiny model:
+
+- **trainer**: Megatron-Bridge's own load mappings, run on arrays of element numbers, for every local parameter of every rank of a
+  live Megatron-Core model (tests/trainer/test_families.py). Names, shapes, dtypes and the place of every element are equal.
+  Without CUDA the leaves that Transformer Engine would provide are stand-ins of the same names and shapes.
+- **sglang**, **vllm**: the engine's own `load_weights`, recorded on a model built as each rank (tests/sglang/test_families.py,
+  tests/vllm/test_families.py). Names, shapes, dtypes and the place of every element agree. The models are not run.
+
+*parameters* counts what was compared, over all ranks of all layouts.
+"""
+CASTS = """
+## Values that are not moved
+
+A tensor whose dtype differs between the sides is an error that names it, unless the engine file declares `value: cast`. Declared
+casts are listed by `computed_names`; the recorder must report the same operation for them, and nothing else. A plan does not
+bring them: they have to go another way (the gathered stream). Declared now:
+
+- the router weight of GLM-4.5, which both engines keep in float32;
+- weight and bias of the indexer's `k_norm` in GLM-5, which both engines keep in float32.
+
+The router bias `e_score_correction_bias` is float32 on all sides (a buffer in Megatron-Core) and is moved like any other tensor.
+SGLang on CUDA may fuse shared experts into the routed ones (`w13_weight` then has one expert more): start it with
+`--disable-shared-experts-fusion`; otherwise the live shapes disagree with the declaration and the session refuses to bind.
+"""
+
+
+def read(lines: Iterable[str]) -> dict[tuple[str, str, str], Record]:
+    records = (json.loads(line) for line in lines if line.strip())
+    return {(record["side"], record["model"], record["layout"]): record for record in records}
+
+
+def natural(text: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
+
+
+def _cell(records: list[Record]) -> tuple[str, str]:
+    if not records:
+        return "-", "-"
+    layouts = sorted((record["layout"] for record in records), key=natural)
+    shown = ", ".join(layouts) if len(layouts) <= 8 else f"{len(layouts)} layouts, {axes(layouts)}"
+    return shown, str(sum(record["tensors"] for record in records))
+
+
+def axes(layouts: list[str]) -> str:
+    """The values each axis takes: tp{1,2,4} pp{1,2}."""
+    found: dict[str, set[int]] = {}
+    for layout in layouts:
+        for axis, size in re.findall(r"([a-z]+)(\d+)", layout):
+            found.setdefault(axis, set()).add(int(size))
+    return " ".join(f"{axis}{{{','.join(map(str, sorted(sizes)))}}}" for axis, sizes in found.items())
+
+
+def render(records: dict[tuple[str, str, str], Record]) -> str:
+    lines = [INTRO, "| model | side | layouts | all equal | parameters |", "|---|---|---|---|---|"]
+    models = sorted({model for side, model, _ in records if side in SIDES})
+    for model in models:
+        for side in SIDES:
+            mine = [record for (s, m, _), record in records.items() if s == side and m == model]
+            layouts, count = _cell(mine)
+            result = "; ".join(sorted({record["result"] for record in mine})) or "not compared"
+            lines.append(f"| {model} | {side} | {layouts} | {result} | {count} |")
+    lines += [
+        "",
+        "## Published sizes",
+        "",
+        "Layouts of both sides, plan and proof, without weights (tests/layout/test_families_full_size.py).",
+        "",
+        "| model | layouts | result | HF tensors |",
+        "|---|---|---|---|",
+    ]
+    full = sorted((r for (side, _, _), r in records.items() if side == "full size"), key=lambda r: (r["model"], r["layout"]))
+    lines += [f"| {r['model']} | {r['layout']} | {r['result']} | {r['tensors']} |" for r in full]
+    lines += [CASTS, "## What is refused by name", ""]
+    lines += sorted(set(refusals()))
+    return "\n".join(lines) + "\n"
+
+
+def refusals() -> Iterable[str]:
+    """Every refusal that a family or engine file declares. What a family inherits is said once, where it is declared."""
+    for kind, load in (("family", family_yaml), ("engine", engine_yaml)):
+        names = sorted(item.name.removesuffix(".yaml") for item in _files("weight_sync", kind) if item.name.endswith(".yaml"))
+        for name in (name for name in names if not name.startswith("_")):
+            data = load(name)
+            for when, reason in data.get("refuse", {}).items():
+                if kind == "family":
+                    yield f"- {name}{'' if when == '1' else f', where `{when}`'}: {reason}"
+                else:
+                    yield f"- {name}, where `{reason['when']}`, for {', '.join(reason['only_for'])}: {reason['reason']}"
+            for item in data.get("mcore_refuse", {}).values():
+                yield f"- {name} on a Megatron trainer, where `{item['when']}`: {item['reason']}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--add", type=Path, help="folder of records to merge into families.jsonl")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    records = read(RECORDS.read_text().splitlines()) if RECORDS.exists() else {}
+    if options.add:
+        for file in sorted(options.add.glob("*.jsonl")):
+            records |= read(file.read_text().splitlines())
+    page = render(records)
+    if options.check:
+        return int(not PAGE.exists() or PAGE.read_text() != page)
+    RECORDS.write_text("".join(json.dumps(records[key]) + "\n" for key in sorted(records, key=lambda k: [natural(x) for x in k])))
+    PAGE.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

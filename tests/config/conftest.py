@@ -1,0 +1,6 @@
+"""Makes config_support importable under its own name: tests are no package."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
