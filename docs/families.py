@@ -29,9 +29,9 @@ INTRO = """# Model families
 A family is a YAML file in `conf/weight_sync/family`; how an engine fuses and stacks is one in `conf/weight_sync/engine`. Each
 cell below counts layouts in which the declaration was compared, element for element, with somebody else's code on a tiny model:
 
-- **trainer**: Megatron-Bridge's own load mappings, run on arrays of element numbers, for every local parameter of every rank of a
-  live Megatron-Core model (tests/trainer/test_families.py). Names, shapes, dtypes and the place of every element are equal.
-  Without CUDA the leaves that Transformer Engine would provide are stand-ins of the same names and shapes.
+- **trainer**: Megatron-Bridge's own load mappings, run on arrays of element numbers, for every local parameter of every rank
+  of a live Megatron-Core model (tests/trainer/test_families.py). Names, shapes, dtypes and the place of every element are
+  equal. Without CUDA the leaves that Transformer Engine would provide are stand-ins of the same names and shapes.
 - **sglang**, **vllm**: the engine's own `load_weights`, recorded on a model built as each rank (tests/sglang/test_families.py,
   tests/vllm/test_families.py). Names, shapes, dtypes and the place of every element agree. The models are not run.
 
@@ -40,14 +40,14 @@ cell below counts layouts in which the declaration was compared, element for ele
 CASTS = """
 ## Values that are not moved
 
-A tensor whose dtype differs between the sides is an error that names it, unless the engine file declares `value: cast`. Declared
-casts are listed by `computed_names`; the recorder must report the same operation for them, and nothing else. A plan does not
-bring them: they have to go another way (the gathered stream). Declared now:
+A tensor whose dtype differs between the sides is an error that names it, unless the engine file declares `value: cast`.
+Declared casts are listed by `computed_names`; the recorder must report the same operation for them, and nothing else. A plan
+does not bring them: they have to go another way (the gathered stream). Declared now:
 
 - the router weight of GLM-4.5, which both engines keep in float32;
 - weight and bias of the indexer's `k_norm` in GLM-5, which both engines keep in float32.
 
-The router bias `e_score_correction_bias` is float32 on all sides (a buffer in Megatron-Core) and is moved like any other tensor.
+The router bias `e_score_correction_bias` is float32 on all sides (a buffer in Megatron-Core) and is moved like any other.
 SGLang on CUDA may fuse shared experts into the routed ones (`w13_weight` then has one expert more): start it with
 `--disable-shared-experts-fusion`; otherwise the live shapes disagree with the declaration and the session refuses to bind.
 """
@@ -131,7 +131,9 @@ def main() -> int:
     page = render(records)
     if options.check:
         return int(not PAGE.exists() or PAGE.read_text() != page)
-    RECORDS.write_text("".join(json.dumps(records[key]) + "\n" for key in sorted(records, key=lambda k: [natural(x) for x in k])))
+    RECORDS.write_text(
+        "".join(json.dumps(records[key]) + "\n" for key in sorted(records, key=lambda k: [natural(x) for x in k]))
+    )
     PAGE.write_text(page)
     return 0
 

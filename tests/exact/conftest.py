@@ -37,18 +37,21 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             wanted[case["id"]] = case
     root = tmp_path_factory.mktemp("exact")
     found: dict[str, dict[str, Any]] = {}
+    good: dict[str, bool] = {}
     ended: dict[str, str] = {}
 
     def of(case: dict[str, str]) -> dict[str, Any]:
         if not ended:
             needed = [name for name in TRAINERS if any(c["trainer"] == name for c in wanted.values())]
-            ended["trainer"] = _run(root, "trainer", "exact_trainer", [str(root), *needed])
+            good["trainer"], ended["trainer"] = _run(root, "trainer", "exact_trainer", [str(root), *needed])
+        if not good["trainer"]:
+            pytest.fail(ended["trainer"], pytrace=False)
         if case["kind"] not in ended:
             ended[case["kind"]] = _engine_side(root, case["kind"], list(wanted.values()), found)
             request.config.stash[_FOUND] = list(found.values())
         answer = found.get(case["id"])
         if answer is None:
-            pytest.fail(f"no answer for this case.\n{ended['trainer']}\n{ended[case['kind']]}", pytrace=False)
+            pytest.fail(f"no answer for this case\n{ended[case['kind']]}", pytrace=False)
         if "error" in answer:
             pytest.fail(answer["error"], pytrace=False)
         return answer
@@ -62,13 +65,13 @@ def _engine_side(root: Path, kind: str, cases: Sequence[dict[str, str]], found: 
     asked, file = root / f"{kind}.json", root / f"{kind}.answers"
     asked.write_text(json.dumps(own))
     file.touch()
-    text = _run(root, kind, f"exact_{kind}", [str(root), str(file), str(asked)])
+    _, text = _run(root, kind, f"exact_{kind}", [str(root), str(file), str(asked)])
     found |= {answer["id"]: answer for answer in map(json.loads, file.read_text().splitlines())}
     return text
 
 
-def _run(root: Path, environment: str, module: str, arguments: list[str]) -> str:
-    """Run one side to its end. Returns how it ended and the last lines it said, for tests that got no answer."""
+def _run(root: Path, environment: str, module: str, arguments: list[str]) -> tuple[bool, str]:
+    """Run one side to its end. Returns whether it ended well, and for tests that got no answer how and its last words."""
     python = ROOT / ".venvs" / environment / "bin" / "python"
     if not python.exists():
         pytest.fail(f"{python} is missing: envs/build.sh {environment} makes it", pytrace=False)
@@ -84,7 +87,7 @@ def _run(root: Path, environment: str, module: str, arguments: list[str]) -> str
         finally:
             _stop(process)
     last = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-    return f"-- the {environment} side {ending}; {log} ends with:\n{last}"
+    return process.returncode == 0, f"-- the {environment} side {ending}; {log} ends with:\n{last}"
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -59,7 +59,9 @@ def test_a_fused_parameter_is_cut_part_by_part_and_the_same_shape_cut_as_a_whole
     start = 0
     for part, offset, rows in (("q_proj", 24, 8), ("k_proj", 0, 8), ("v_proj", 0, 8)):
         tensor = f"model.layers.0.self_attn.{part}.weight"
-        wrong.append({"tensor": tensor, "offset": [offset, 0], "shape": [rows, 8], "param": name, "start": start, "strides": [8, 1]})
+        wrong.append(
+            {"tensor": tensor, "offset": [offset, 0], "shape": [rows, 8], "param": name, "start": start, "strides": [8, 1]}
+        )
         start += rows * 8
     with pytest.raises(BindError, match=r"rollout rank 1: .*k_proj\.weight -> model\.layers\.0\.self_attn\.qkv_proj"):
         agree(layout, 1, wrong, {})
@@ -70,7 +72,10 @@ def test_a_fused_parameter_is_cut_part_by_part_and_the_same_shape_cut_as_a_whole
 def test_halves_of_a_fused_pair_may_arrive_in_any_order_and_in_buckets_of_any_size(seed: int, bytes_at_once: int) -> None:
     """One transfer after another in a random order; big ones in pieces as small as the staging budget makes them."""
     model = built(DEEPSEEK)
-    hf = {name: np.arange(i * 4096, i * 4096 + int(np.prod(shape))).reshape(shape) for i, (name, shape) in enumerate(_shapes(model))}
+    hf = {
+        name: np.arange(i * 4096, i * 4096 + int(np.prod(shape))).reshape(shape)
+        for i, (name, shape) in enumerate(_shapes(model))
+    }
     source = trainer_layout(model, TrainerDims(ranks=4, tp=2, ep=2, pp=2))
     target, _ = rollout_layout(model, "sglang", {"tp": 2, "moe_ep": 2})
     plan = make_plan(source, target)
@@ -84,7 +89,9 @@ def test_halves_of_a_fused_pair_may_arrive_in_any_order_and_in_buckets_of_any_si
     for row, at, shape in parts:
         a = plan.source_params[plan.source[row]]
         first = int(plan.source_start[row]) + int(np.dot(at, plan.source_strides[row]))
-        into = elements(int(plan.target_start[row]) + int(np.dot(at, plan.target_strides[row])), plan.target_strides[row], shape)
+        into = elements(
+            int(plan.target_start[row]) + int(np.dot(at, plan.target_strides[row])), plan.target_strides[row], shape
+        )
         assert (got[plan.target[row]][into] == -1).all()
         got[plan.target[row]][into] = have[a.rank][a.name].ravel()[elements(first, plan.source_strides[row], shape)]
 
@@ -177,7 +184,9 @@ def test_a_router_bias_that_is_a_buffer_of_the_trainer_reaches_the_engines_param
         rows = np.flatnonzero(plan.tensor == model.catalog.ids[f"model.layers.{layer}.{BIAS}"])
         assert {plan.target_params[i].rank for i in plan.target[rows].tolist()} == {0, 1}
         assert {plan.source_params[i].name.split(".", 3)[3] for i in plan.source[rows].tolist()} == {"mlp.router.expert_bias"}
-        assert {p.dtype for i in rows for p in (plan.source_params[plan.source[i]], plan.target_params[plan.target[i]])} == {"float32"}
+        assert {p.dtype for i in rows for p in (plan.source_params[plan.source[i]], plan.target_params[plan.target[i]])} == {
+            "float32"
+        }
 
 
 def test_a_dtype_that_differs_between_the_sides_is_an_error_that_names_the_tensor() -> None:

@@ -29,7 +29,11 @@ CASES: dict[str, tuple[float, dict[str, Any], dict[str, int]]] = {
         {"ranks": 128, "tp": 8, "pp": 4, "ep": 32, "pipeline": (16, 15, 15, 15)},
         {"tp": 32, "moe_ep": 32},
     ),
-    "kimi_k2": (1026.4, {"ranks": 256, "tp": 8, "pp": 8, "ep": 32, "pipeline": (8, 8, 8, 8, 8, 7, 7, 7)}, {"tp": 16, "moe_ep": 16}),
+    "kimi_k2": (
+        1026.4,
+        {"ranks": 256, "tp": 8, "pp": 8, "ep": 32, "pipeline": (8, 8, 8, 8, 8, 7, 7, 7)},
+        {"tp": 16, "moe_ep": 16},
+    ),
     "glm_4_5": (356.8, {"ranks": 64, "tp": 8, "pp": 4, "ep": 16}, {"tp": 8, "moe_ep": 8}),
     "glm_5": (753.9, {"ranks": 64, "tp": 8, "pp": 2, "ep": 32}, {"tp": 16, "moe_ep": 16}),
 }

@@ -37,7 +37,7 @@ ROLLOUTS: list[dict[str, Any]] = [
 COSTS = {"direct": ALWAYS_DIRECT, "default": CostModel(), "packed": NEVER_SHORT_RUNS}
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     config=st.sampled_from([MOE, DENSE]),
     trainer=st.sampled_from(TRAINERS),

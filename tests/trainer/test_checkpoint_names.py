@@ -122,6 +122,6 @@ def test_an_unknown_kind_or_size_is_refused(stack: None, tmp_path: Path) -> None
     from weight_sync_integrations.checkpoints import make_checkpoint
 
     with pytest.raises(ConfigError, match="qwen3, qwen3_moe"):
-        make_checkpoint(tmp_path, "llama")
+        make_checkpoint(tmp_path, "mamba")
     with pytest.raises(ConfigError, match="hiden_size"):
         make_checkpoint(tmp_path, "qwen3", hiden_size=64)

@@ -52,7 +52,9 @@ def cases() -> list[Any]:
             layouts = SPARSE if ALL else PAIRWISE_SPARSE[4:5] if model in VARIANTS else PAIRWISE_SPARSE
         for sizes in layouts:
             name = " ".join(f"{axis}{size}" for axis, size in zip(("tp", "pp", "vpp", "ep", "etp"), sizes, strict=True))
-            found.append(pytest.param(model, dict(zip(("tp", "pp", "vpp", "ep", "etp"), sizes, strict=True)), id=f"{model} {name}"))
+            found.append(
+                pytest.param(model, dict(zip(("tp", "pp", "vpp", "ep", "etp"), sizes, strict=True)), id=f"{model} {name}")
+            )
     return found
 
 
@@ -120,10 +122,10 @@ def test_a_trainer_without_the_mtp_layer_drops_it_by_name(checkpoint: Callable[.
 def test_queries_without_a_latent_are_refused_by_name_on_the_trainer_side(checkpoint: Callable[..., Path]) -> None:
     kind, sizes = MODELS[NO_LATENT]
 
-    with pytest.raises(FamilyError, match="family deepseek_v3, mcore is refused .*q_rank == 0"):
+    with pytest.raises(FamilyError, match=r"family deepseek_v3, mcore is refused .*q_rank == 0"):
         trainer_layout(model_of(checkpoint(kind, **sizes)), TrainerDims(ranks=1))
 
 
 def test_kimi_k2_with_an_mtp_layer_is_refused_by_name(checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(FamilyError, match="family kimi_k2 is refused .*mtp_layers > 0"):
+    with pytest.raises(FamilyError, match=r"family kimi_k2 is refused .*mtp_layers > 0"):
         model_of(checkpoint("kimi_k2", num_nextn_predict_layers=1))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 from families_support import MODELS, model_of, record_result, rollout_layout
 from replica_support import vllm_rank
 

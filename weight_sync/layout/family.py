@@ -96,7 +96,8 @@ class FamilyFile(Frozen):
 class ConventionFile(Frozen):
     """How one engine holds HF tensors: rules that apply wherever a family has the tensors they speak of.
 
-    refuse: label -> what is an error instead of a layout. remainder: see EngineDims. defaults: symbols the rules use, with the engine's own value.
+    refuse: label -> what is an error instead of a layout. remainder: see EngineDims.
+    defaults: symbols the rules use, with the engine's own value.
     """
 
     name: str
@@ -354,7 +355,9 @@ def active_rules(model: Model, convention: Convention, symbols: Mapping[str, int
     """
     for label, refusal in convention.refuse.items():
         if _for(model, refusal.only_for) and evaluate(refusal.when, symbols, f"{convention.origin}, refuse {label}"):
-            raise FamilyError(f"{convention.origin} is refused for family {model.family.name} ({refusal.when}): {refusal.reason}")
+            raise FamilyError(
+                f"{convention.origin} is refused for family {model.family.name} ({refusal.when}): {refusal.reason}"
+            )
     known = model.catalog.by_template
     active: dict[str, ParamRule | Drop] = {}
     spoken: dict[str, list[tuple[str, frozenset[int]]]] = {}

@@ -171,7 +171,7 @@ def raw_bytes(address: int, nbytes: int) -> Bytes:
     return np.frombuffer(owned, np.uint8)
 
 
-def chunks(view: NDArray[Any], limit: int = _CHUNK) -> Iterator[NDArray[Any]]:
+def chunks(view: NDArray[Any], limit: int) -> Iterator[NDArray[Any]]:
     """A strided view as views of at most about `limit` bytes, in row-major order."""
     if view.nbytes <= limit or view.ndim == 0:
         yield view
@@ -189,7 +189,7 @@ def digest(view: NDArray[Any]) -> int:
     if view.flags.c_contiguous:
         return xxhash.xxh3_64_intdigest(view.reshape(-1).view(np.uint8).data)
     hasher = xxhash.xxh3_64()
-    for part in chunks(view):
+    for part in chunks(view, _CHUNK):
         hasher.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     return hasher.intdigest()
 
