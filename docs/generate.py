@@ -13,23 +13,23 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from weight_sync import config
+from weight_sync import config, schema
 
 DOCS = Path(__file__).parent
 GROUPS: list[tuple[str, type]] = [
-    ("(top level of train.yaml)", config.JobConf),
-    ("trainer", config.TrainerConf),
-    ("rollout", config.RolloutConf),
-    ("model", config.ModelConf),
-    ("ray", config.RayConf),
-    ("trainer.placement, rollout.placement", config.PlacementConf),
-    ("weight_sync", config.SyncConf),
-    ("weight_sync.transport", config.TransportConf),
-    ("weight_sync.verify", config.VerifyConf),
-    ("weight_sync.timeouts", config.TimeoutsConf),
-    ("weight_sync.costs", config.CostsConf),
-    ("weight_sync.budget", config.BudgetConf),
-    ("weight_sync.observe", config.ObserveConf),
+    ("(top level of train.yaml)", schema.JobConf),
+    ("trainer", schema.TrainerConf),
+    ("rollout", schema.RolloutConf),
+    ("model", schema.ModelConf),
+    ("ray", schema.RayConf),
+    ("trainer.placement, rollout.placement", schema.PlacementConf),
+    ("weight_sync", schema.SyncConf),
+    ("weight_sync.transport", schema.TransportConf),
+    ("weight_sync.verify", schema.VerifyConf),
+    ("weight_sync.timeouts", schema.TimeoutsConf),
+    ("weight_sync.costs", schema.CostsConf),
+    ("weight_sync.budget", schema.BudgetConf),
+    ("weight_sync.observe", schema.ObserveConf),
 ]
 
 
@@ -45,7 +45,7 @@ def type_text(kind: Any) -> str:
 def default_text(item: dataclasses.Field[Any]) -> str:
     if item.default is not dataclasses.MISSING:
         value = item.default.name if isinstance(item.default, Enum) else item.default
-        return "required" if value == config.MISSING else "null" if value is None else f"`{value}`"
+        return "required" if value == schema.MISSING else "null" if value is None else f"`{value}`"
     assert item.default_factory is not dataclasses.MISSING
     value = item.default_factory()
     return "see its group" if dataclasses.is_dataclass(value) else f"`{value}`"
@@ -55,17 +55,17 @@ def config_page() -> str:
     lines = [
         "# Configuration",
         "",
-        "Made by `make docs` from the schemas in `weight_sync/config.py`; do not edit. A strategy file fills `weight_sync`,",
+        "Made by `make docs` from the schemas in `weight_sync/schema.py`; do not edit. A strategy file fills `weight_sync`,",
         "the files in `conf/trainer`, `conf/rollout` and `conf/model` the groups of those names.",
         "",
         f"Strategies (`+weight_sync=`): {', '.join(config.strategies())}.",
         "",
     ]
-    for name, schema in GROUPS:
-        hints = get_type_hints(schema)
-        lines += [f"## {name}", "", " ".join((schema.__doc__ or "").split()), "", "| key | type | default |", "|---|---|---|"]
+    for name, group in GROUPS:
+        hints = get_type_hints(group)
+        lines += [f"## {name}", "", " ".join((group.__doc__ or "").split()), "", "| key | type | default |", "|---|---|---|"]
         lines += [
-            f"| `{item.name}` | {type_text(hints[item.name])} | {default_text(item)} |" for item in dataclasses.fields(schema)
+            f"| `{item.name}` | {type_text(hints[item.name])} | {default_text(item)} |" for item in dataclasses.fields(group)
         ]
         lines.append("")
     return "\n".join(lines)

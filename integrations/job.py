@@ -17,11 +17,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from weight_sync.config import JobConf, PauseChoice, PlacementConf, check_job, declared_sides
+from weight_sync.config import check_job, declared_sides
 from weight_sync.errors import ConfigError, VerifyError
 from weight_sync.ids import Deadline
 from weight_sync.observe.observer import open_observer
 from weight_sync.plan.schedule import Budget, CostModel
+from weight_sync.schema import JobConf, PauseChoice, PlacementConf
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.contracts import PauseMode, RolloutEngine
 from weight_sync.session.inputs import layout_of

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from weight_sync.config import JobConf, compose_job
+from weight_sync.config import compose_job
+from weight_sync.schema import JobConf
 
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from config_support import checkpoint, job_with
 
-from weight_sync.config import WandbMode
 from weight_sync.errors import ConfigError, WeightSyncError
+from weight_sync.schema import WandbMode
 from weight_sync_integrations.job import run
 
 

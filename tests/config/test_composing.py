@@ -11,9 +11,6 @@ from config_support import HF_CONFIG, job_with
 from omegaconf import OmegaConf
 
 from weight_sync.config import (
-    JobConf,
-    PauseChoice,
-    SyncConf,
     check_arguments,
     check_job,
     compose_job,
@@ -24,6 +21,7 @@ from weight_sync.config import (
     strategies,
 )
 from weight_sync.errors import ConfigError, FamilyError, WeightSyncError
+from weight_sync.schema import JobConf, PauseChoice, SyncConf
 
 
 @pytest.mark.parametrize("name", strategies())
