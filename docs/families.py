@@ -30,8 +30,10 @@ A family is a YAML file in `conf/weight_sync/family`; how an engine fuses and st
 cell below counts layouts in which the declaration was compared, element for element, with somebody else's code on a tiny model:
 
 - **trainer**: Megatron-Bridge's own load mappings, run on arrays of element numbers, for every local parameter of every rank
-  of a live Megatron-Core model (tests/trainer/test_families.py). Names, shapes, dtypes and the place of every element are
-  equal. Without CUDA the leaves that Transformer Engine would provide are stand-ins of the same names and shapes.
+  of a live Megatron-Core model (tests/trainer/test_families.py). Names, shapes and the place of every element are equal. CI
+  runs a pairwise choice of layouts and compares dtypes as well; the rest of a row's product was run once, during development,
+  without comparing dtypes (again: WEIGHT_SYNC_ALL_LAYOUTS=1). Without CUDA the leaves that Transformer Engine would provide
+  are stand-ins of the same names and shapes.
 - **sglang**, **vllm**: the engine's own `load_weights`, recorded on a model built as each rank (tests/sglang/test_families.py,
   tests/vllm/test_families.py). Names, shapes, dtypes and the place of every element agree. The models are not run.
 

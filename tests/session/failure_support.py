@@ -46,3 +46,10 @@ def committed_before(world: World) -> int:
     world.step()
     world.traps.log.clear()
     return 2
+
+
+def raiser(error: BaseException) -> Any:
+    def throw(*args: object, **named: object) -> Any:
+        raise error
+
+    return throw

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from failure_support import BOOM, committed_before, fail, stands, two_engines
+from failure_support import BOOM, committed_before, fail, raiser, stands, two_engines
 from session_support import fresh_target
 
 from weight_sync.errors import RolloutError, SessionError, TransportError, VerifyError, WeightSyncError
@@ -148,7 +148,7 @@ def test_a_fence_that_fails_keeps_the_trainer_from_stepping_until_it_is_up() -> 
     # The write fails half-way, so that its bytes may still be under way.
     transport = world.source_agents[1]._transport
     assert transport is not None
-    transport.wait = _raiser(TransportError("gone", endpoint="e", tensor="t", byte_range=(0, 1), code=-1))  # type: ignore[method-assign]
+    transport.wait = raiser(TransportError("gone", endpoint="e", tensor="t", byte_range=(0, 1), code=-1))  # type: ignore[method-assign]
     world.traps.at("trainer 1", "fence", SessionError("rank 1 does not answer"))
     with pytest.raises(TransportError, match="gone") as caught:
         world.sync.sync(version)
@@ -178,7 +178,7 @@ def test_a_transport_that_does_not_close_bars_the_trainer_rank_until_its_process
     transport = world.source_agents[1]._transport
     assert transport is not None
     error = TransportError("gone", endpoint="e", tensor="t", byte_range=(0, 1), code=-1)
-    transport.wait = transport.close = _raiser(error)  # type: ignore[method-assign]
+    transport.wait = transport.close = raiser(error)  # type: ignore[method-assign]
     with pytest.raises(TransportError):
         world.sync.sync(version)
     assert world.sources[1].quiet
@@ -194,7 +194,7 @@ def test_a_transport_that_does_not_close_bars_the_worker_until_its_process_ends(
     version = committed_before(world)
     worker = world.target_agents[4]
     assert worker._transport is not None
-    worker._transport.close = _raiser(RuntimeError("still inside a call"))  # type: ignore[method-assign]
+    worker._transport.close = raiser(RuntimeError("still inside a call"))  # type: ignore[method-assign]
     world.traps.at("engine e0", "verify", RolloutError(BOOM))
     fail(world, version)
     with pytest.raises(SessionError, match=r"rollout rank 1: a transport did not close .*still inside a call.*; end this"):

@@ -182,10 +182,3 @@ def test_errors_of_several_engines_and_ranks_are_all_told() -> None:
         world.sync.sync(1)
     notes = "\n".join(caught.value.__notes__)
     assert all(text in notes for text in ("two", "four", "five", "engine e1"))
-
-
-def _raiser(error: BaseException) -> Any:
-    def throw(*args: object, **named: object) -> Any:
-        raise error
-
-    return throw
