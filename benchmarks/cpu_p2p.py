@@ -23,7 +23,8 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,36 @@ class Remote:
         self._connection.recv()
 
 
+class Phases:
+    """An observer that keeps each phase's seconds, for every sync."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    @contextmanager
+    def sync(self, version: int, session: str, *, nbytes: int | None = None) -> Iterator[Phases]:
+        yield self
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds.setdefault(name, []).append(time.perf_counter() - began)
+
+    def add_spans(self, rank: str, spans: Any) -> None:
+        for span in spans:
+            self.seconds.setdefault(f"{span['phase']} on ranks", []).append(span["end"] - span["start"])
+
+    def count(self, **counts: Any) -> None:
+        return
+
+    def mark_verified(self) -> None:
+        return
+
+    def mark_committed(self) -> None:
+        return
+
+
 class RemoteAgent:
     def __init__(self, remote: Remote, rank: int, transport: str) -> None:
         self.remote, self.rank, self.transport = remote, rank, transport
@@ -304,7 +335,8 @@ def run(layers: int, engine: str, rounds: int) -> dict[str, Any]:
     for rank in ranks:
         rank.ready()
     source, target = specs(layers, engine)
-    syncs = {name: _session(ranks, name, source, target) for name in TRANSPORTS}
+    phases = {name: Phases() for name in TRANSPORTS}
+    syncs = {name: _session(ranks, name, source, target, phases[name]) for name in TRANSPORTS}
     nbytes = int(syncs["tcp"].connect().plan.nbytes.sum())
     syncs["cma"].connect()
     address, endpoint = ranks[2]("big_open", nbytes)
@@ -335,19 +367,22 @@ def run(layers: int, engine: str, rounds: int) -> dict[str, Any]:
         if version == 1:  # the first round opens connections and touches pages
             seconds = {key: [] for key in "abcd"}
             peaks.clear()
+            for watch in phases.values():
+                watch.seconds.clear()
     for rank in (ranks[0], ranks[2]):
         rank("big_close")
     for rank in ranks:
         rank.process.kill()
-    return {"bytes": nbytes, "seconds": seconds, "peaks": peaks, "wire": wire}
+    shares = {name: {k: statistics.median(v) for k, v in watch.seconds.items()} for name, watch in phases.items()}
+    return {"bytes": nbytes, "seconds": seconds, "peaks": peaks, "wire": wire, "phases": shares}
 
 
-def _session(ranks: list[Remote], name: str, source: Declared, target: Declared) -> WeightSync:
+def _session(ranks: list[Remote], name: str, source: Declared, target: Declared, watch: Phases) -> WeightSync:
     trainers = InProcessTrainers([RemoteAgent(ranks[r], r, name) for r in range(2)])  # type: ignore[list-item]
     agents = [RemoteAgent(ranks[2 + r], r, name) for r in range(2)]
     sizes = dict(dims_of(target, "rollout").sizes)
     engine = InProcessEngine("engine", agents, model=target.config, sizes=sizes)  # type: ignore[arg-type]
-    return WeightSync(trainers, [engine], SyncSpec(source, target, witness=False))
+    return WeightSync(trainers, [engine], SyncSpec(source, target, witness=False), observer=watch)  # type: ignore[arg-type]
 
 
 def main() -> None:
@@ -374,6 +409,8 @@ def main() -> None:
             f"{key} {name:26} {median[key]:9.3f} {min(values):7.3f} {max(values):7.3f} {nbytes / median[key] / 1e9:6.2f} "
             f"{result['wire'][key] / 1e9:8.3f} {extra:>30}"
         )
+    for key, name in (("b", "tcp"), ("d", "cma")):
+        print(f"{key} by phase: {', '.join(f'{phase} {value:.3f}' for phase, value in result['phases'][name].items())}")
     pairs = {key: [x / y for x, y in zip(result["seconds"][key], result["seconds"]["b"], strict=True)] for key in "acd"}
     print(f"b runs at {statistics.median(pairs['a']):.2f} of a's rate (median of pairs)")
     print(f"b is {statistics.median(pairs['c']):.2f}x as fast as c, and {statistics.median(pairs['d']):.2f}x as fast as d")
