@@ -186,12 +186,15 @@ def chunks(view: NDArray[Any], limit: int) -> Iterator[NDArray[Any]]:
 
 def digest(view: NDArray[Any]) -> int:
     """64-bit xxh3 over the region's bytes in row-major order: depends on every byte and on its position."""
-    if view.flags.c_contiguous:
-        return xxhash.xxh3_64_intdigest(view.reshape(-1).view(np.uint8).data)
     hasher = xxhash.xxh3_64()
-    for part in chunks(view, _CHUNK):
-        hasher.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    feed(hasher, view)
     return hasher.intdigest()
+
+
+def feed(hasher: Any, view: NDArray[Any]) -> None:
+    """Update a hasher with a region's bytes in row-major order. Regions fed one after another count as one."""
+    for part in (view,) if view.flags.c_contiguous else chunks(view, _CHUNK):
+        hasher.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
 
 
 class Staging:

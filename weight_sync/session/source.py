@@ -24,6 +24,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from weight_sync.errors import BindError, SessionError, listed
 from weight_sync.ids import Deadline
@@ -32,9 +33,12 @@ from weight_sync.plan.runs import expand_runs, merge_runs
 from weight_sync.plan.schedule import Method, Piece, Schedule
 from weight_sync.session.contracts import LiveStorage, TrainerSource
 from weight_sync.session.inputs import PlanInputs
-from weight_sync.session.memory import Memory, Staging, digest
+from weight_sync.session.memory import Memory, Staging, feed
 from weight_sync.session.tables import TargetBinding
 from weight_sync.transport.base import Batch, Endpoint, Region, Ticket, Transport
+
+_BATCH_BYTES = 32 << 20
+"""Bytes handed to the transport, and digested, at a time."""
 
 
 class SourceAgent:
@@ -166,14 +170,14 @@ class SourceAgent:
         tickets: list[Ticket] = []
         self._writing = True  # until every byte is reported written; after an error, until the transport is closed
         if round_ == 0:
-            tickets = [transport.write(batch) for batch in bound.batches]
+            bound.start_digests()
+            for rows, batch in bound.batches:
+                # Digested while they are on the wire: both only read.
+                tickets.append(transport.write(batch))
+                for row in rows.tolist():
+                    bound.digest(row, bound.view(row))
         moved, writes = _write_pieces(transport, bound, round_, deadline)
-        digests: list[str] | None = None
-        if round_ == bound.schedule.rounds - 1:
-            # Digests of the source run while the writes are in flight: both only read.
-            at, at_wall = time.monotonic(), time.time()
-            digests = bound.digests()
-            spans.append(self._span("verify", at, at_wall, bound.nbytes))
+        digests = bound.finished_digests() if round_ == bound.schedule.rounds - 1 else None
         for ticket in tickets:
             moved += transport.wait(ticket, deadline).nbytes
             writes += len(ticket.batch.nbytes)
@@ -229,35 +233,45 @@ class _Bound:
         if missing:
             raise BindError(f"trainer rank {rank}: no binding of rollout ranks {listed(missing)}")
         self.batches = self._batches(self.rows[schedule.method[self.rows] == Method.DIRECT])
+        self._hashers: dict[int, Any] = {}
 
     def target_address(self, row: int) -> int:
         plan = self.schedule.plan
         rank, param = int(plan.target_rank[row]), plan.target_params[int(plan.target[row])]
         return self.targets[rank].addresses[param.name]
 
-    def _batches(self, rows: Ints) -> list[Batch]:
-        """The direct transfers as one batch for each destination rank, adjacent runs merged."""
+    def _batches(self, rows: Ints) -> list[tuple[Ints, Batch]]:
+        """The direct transfers in batches to one destination rank each, adjacent runs merged, with the rows they carry.
+
+        Destinations take turns, so that no engine worker waits until another has all its bytes.
+        """
         plan = self.schedule.plan
-        batches: list[Batch] = []
         ranks = plan.target_rank[rows]
+        queues: list[list[Ints]] = []
         for rank in np.unique(ranks).tolist():
             part = rows[ranks == rank]
-            run, source, target, count = expand_runs(
-                plan.shape[part],
-                plan.source_start[part],
-                plan.source_strides[part],
-                plan.target_start[part],
-                plan.target_strides[part],
-            )
-            itemsize = plan.itemsize[part][run]
-            names = {i: plan.source_params[i].name for i in set(plan.source[part].tolist())}
-            from_ = np.asarray([self.memory.address(names[i]) for i in plan.source[part].tolist()], np.int64)[run]
-            to = np.asarray([self.target_address(r) for r in part.tolist()], np.int64)[run]
-            source, target, nbytes, first = merge_runs(from_ + source * itemsize, to + target * itemsize, count * itemsize)
-            tensor = plan.tensor[part][run[first]].tolist()
-            labels = [plan.catalog.name(t) for t in tensor]
-            batches.append(Batch(Endpoint.from_json(self.targets[rank].endpoint), source, target, nbytes, labels))
-        return batches
+            group = np.cumsum(plan.nbytes[part]) // _BATCH_BYTES
+            queues.append([part[group == g] for g in np.unique(group).tolist()])
+        order = [queue[i] for i in range(max(map(len, queues), default=0)) for queue in queues if i < len(queue)]
+        return [(part, self._batch(part)) for part in order]
+
+    def _batch(self, part: Ints) -> Batch:
+        plan = self.schedule.plan
+        rank = int(plan.target_rank[part[0]])
+        run, source, target, count = expand_runs(
+            plan.shape[part],
+            plan.source_start[part],
+            plan.source_strides[part],
+            plan.target_start[part],
+            plan.target_strides[part],
+        )
+        itemsize = plan.itemsize[part][run]
+        names = {i: plan.source_params[i].name for i in set(plan.source[part].tolist())}
+        from_ = np.asarray([self.memory.address(names[i]) for i in plan.source[part].tolist()], np.int64)[run]
+        to = np.asarray([self.target_address(r) for r in part.tolist()], np.int64)[run]
+        source, target, nbytes, first = merge_runs(from_ + source * itemsize, to + target * itemsize, count * itemsize)
+        labels = [plan.catalog.name(t) for t in plan.tensor[part][run[first]].tolist()]
+        return Batch(Endpoint.from_json(self.targets[rank].endpoint), source, target, nbytes, labels)
 
     def view(self, row: int, at: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Any:
         """The live source bytes of a transfer, or of a part of it."""
@@ -268,8 +282,15 @@ class _Bound:
             plan.source_params[int(plan.source[row])].name, start, strides, shape or plan.shape[row].tolist()
         )
 
-    def digests(self) -> list[str]:
-        return [f"{digest(self.view(row)):016x}" for row in self.rows.tolist()]
+    def start_digests(self) -> None:
+        self._hashers = {row: xxhash.xxh3_64() for row in self.rows.tolist()}
+
+    def digest(self, row: int, view: Any) -> None:
+        """Add bytes of a transfer to its digest; its pieces come in row-major order."""
+        feed(self._hashers[row], view)
+
+    def finished_digests(self) -> list[str]:
+        return [self._hashers[row].hexdigest() for row in self.rows.tolist()]
 
 
 def _write_pieces(transport: Transport, bound: _Bound, round_: int, deadline: Deadline) -> tuple[int, int]:
@@ -290,10 +311,13 @@ def _write_pieces(transport: Transport, bound: _Bound, round_: int, deadline: De
         for piece in group:
             view = bound.view(piece.row, piece.at, piece.shape)
             if piece.method is Method.UNPACK:
+                bound.digest(piece.row, view)
                 sources.append(int(view.ctypes.data))
             else:
                 assert bound.stage is not None
-                bound.stage.region(offset, view, piece.shape)[...] = view
+                packed = bound.stage.region(offset, view, piece.shape)
+                packed[...] = view
+                bound.digest(piece.row, packed)
                 sources.append(bound.stage.storage.address + offset)
                 offset += -(-piece.nbytes // 8) * 8
             if piece.method is Method.PACK:

@@ -251,7 +251,7 @@ class _DeviceArea:
     """The probe area on the current CUDA device: nvlink_intra registers nothing else."""
 
     def __init__(self) -> None:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports] - only where there is CUDA memory
 
         self._torch = torch
         self._memory: Any = torch.zeros(AREA_BYTES, dtype=torch.uint8, device="cuda")
