@@ -434,9 +434,8 @@ def main() -> None:
     for key, name in (("b", "tcp"), ("d", "cma")):
         print(f"{key} by phase: {', '.join(f'{phase} {value:.3f}' for phase, value in result['phases'][name].items())}")
     pairs = {key: [x / y for x, y in zip(result["seconds"][key], result["seconds"]["b"], strict=True)] for key in "awcd"}
-    print(
-        f"b runs at {statistics.median(pairs['a']):.2f} of a's rate, {statistics.median(pairs['w']):.2f} of w's (median of pairs)"
-    )
+    of = {key: statistics.median(values) for key, values in pairs.items()}
+    print(f"b runs at {of['a']:.2f} of a's rate and {of['w']:.2f} of w's (medians of pairs)")
     print(f"b is {of['c']:.2f}x as fast as c, and {of['d']:.2f}x as fast as d")
     if options.json:
         options.json.write_text(json.dumps(result))

@@ -30,7 +30,7 @@ pip() {
     2> >(grep -v -e "^WARNING: Location" -e "dependency resolver does not" -e " requires .*\(not installed\|incompatible\)" >&2)
 }
 install_self() {
-  pip --editable . --no-build-isolation
+  PYTHONWARNINGS=ignore pip --editable . --no-build-isolation
   echo "$want_self" >"$venv/.stamp-self"
 }
 if current parts "$want_parts"; then

@@ -195,7 +195,7 @@ def test_asking_for_rdma_without_a_device_is_refused_with_what_was_looked_for() 
         registry.create("mooncake", protocol="rdma", host="127.0.0.1")
     text = str(caught.value)
     assert "no RDMA device in /sys/class/infiniband" in text
-    assert "would work here: p2p_cma, p2p_tcp, disk" in text
+    assert "would work here: p2p_cma, p2p_tcp" in text
 
 
 def test_an_engine_that_quietly_installed_another_protocol_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

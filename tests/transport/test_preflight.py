@@ -82,7 +82,7 @@ def test_an_empty_machine_has_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_everything_works_on_a_box_with_everything() -> None:
-    assert reachable(BOX) == dict.fromkeys(["p2p_nvlink", "p2p_rdma", "p2p_cma", "p2p_tcp", "disk"])
+    assert reachable(BOX) == dict.fromkeys(["p2p_nvlink", "p2p_rdma", "p2p_cma", "p2p_tcp"])
     for strategy in reachable(BOX):
         require(strategy, BOX)
 
@@ -128,7 +128,7 @@ def test_what_is_not_known_to_fail_is_not_ruled_out(change: dict[str, object]) -
 
 
 def test_an_unknown_strategy_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="preflight knows p2p_nvlink, p2p_rdma, p2p_cma, p2p_tcp, disk"):
+    with pytest.raises(ConfigError, match="preflight knows p2p_nvlink, p2p_rdma, p2p_cma, p2p_tcp"):
         require("p2p_smoke_signal", BOX)
 
 
@@ -140,7 +140,7 @@ def test_the_report_names_everything_that_was_looked_at() -> None:
 
 def test_this_machine_can_be_looked_at() -> None:
     found = facts()
-    assert reachable(found)["disk"] is None
+    assert reachable(found)["p2p_tcp"] is None
     assert "would work here" in report(found)
 
 

@@ -100,7 +100,6 @@ def reachable(found: Facts) -> dict[str, str | None]:
         "p2p_rdma": _why_not_mooncake(found) or _why_not_rdma(found),
         "p2p_cma": _why_not_cma(found),
         "p2p_tcp": _why_not_mooncake(found),
-        "disk": None,
     }
 
 
