@@ -45,16 +45,14 @@ _LONG = 600.0
 def run(job: JobConf) -> int:
     """Run the job. Returns the committed version. Raises the first error; everything started is stopped either way."""
     check_job(job)
-    preflight.require(job.weight_sync.strategy)
     config = read_config(job.model.path) if job.model.path else None
     if config is not None:
         resolve_early(job, config)
-    run_dir_root = Path(job.output_dir).absolute()
-    conf = plain(job)
+    check_machine(job)
     observer = open_observer(
-        run_dir_root,
+        Path(job.output_dir).absolute(),
         strategy=job.weight_sync.strategy,
-        config=conf,
+        config=plain(job),
         limit=job.weight_sync.observe.limit,
         wandb_mode=job.weight_sync.observe.wandb.value,
         wandb_project=job.weight_sync.observe.project,
@@ -80,6 +78,37 @@ def run(job: JobConf) -> int:
         _rounds(job, trainers, engines, sync, observer, folder)
         observer.print_table()
     return sync.version
+
+
+_PREFLIGHT = {
+    ("mooncake", "tcp"): "p2p_tcp",
+    ("mooncake", "rdma"): "p2p_rdma",
+    ("mooncake", "nvlink_intra"): "p2p_nvlink",
+    ("cma", None): "p2p_cma",
+}
+"""Which preflight a transport needs, by name and protocol: a strategy file of your own is checked by what it uses."""
+
+
+def check_machine(job: JobConf) -> None:
+    """Raise ConfigError for a transport this machine does not have, or an interpreter that is not there.
+
+    With a running cluster the interpreters are on its nodes, and the transport is proved by a probe when ranks are bound.
+    """
+    transport = job.weight_sync.transport
+    strategy = _PREFLIGHT.get((transport.name, transport.options.get("protocol")))
+    if job.ray.address:
+        return
+    if strategy is not None:
+        preflight.require(strategy)
+    for key, python in (("trainer.python", job.trainer.python), ("rollout.python", job.rollout.python)):
+        if not _absolute(python).exists():
+            raise ConfigError(f"{key}={python}: no such interpreter; envs/build.sh builds the environments of the demo")
+
+
+def _absolute(python: str) -> Path:
+    """Not resolve(): a virtual environment's python is a link, and following it leaves the environment."""
+    path = Path(python).expanduser()
+    return path if path.is_absolute() else Path.cwd() / path
 
 
 def _rounds(job: JobConf, trainers: RayTrainers, engines: list[Any], sync: WeightSync, observer: Any, folder: Path) -> None:
@@ -182,9 +211,7 @@ def local_or_cluster(job: JobConf) -> Iterator[None]:
 def _options(python: str | None, placement: PlacementConf, environment: Mapping[str, str]) -> dict[str, Any]:
     runtime: dict[str, Any] = {"env_vars": dict(environment)}
     if python is not None:
-        path = Path(python).expanduser()
-        # Not resolve(): a virtual environment's python is a link, and following it leaves the environment.
-        runtime["py_executable"] = str(path if path.is_absolute() else Path.cwd() / path)
+        runtime["py_executable"] = str(_absolute(python))
     return {
         "num_cpus": placement.num_cpus,
         "num_gpus": placement.num_gpus,
@@ -231,7 +258,6 @@ def started_engines(job: JobConf, path: str, token: str, folder: Path) -> Iterat
     import ray
 
     r = job.rollout
-    python = Path(r.python).expanduser()
     common: dict[str, Any] = {
         "model": str(Path(path).absolute()),
         "token": token,
@@ -242,7 +268,7 @@ def started_engines(job: JobConf, path: str, token: str, folder: Path) -> Iterat
         "device": r.device,
         "dtype": r.dtype or "auto",
         "host": r.host,
-        "python": str(python if python.is_absolute() else Path.cwd() / python),
+        "python": str(_absolute(r.python)),
         "transport": {"name": job.weight_sync.transport.name, **job.weight_sync.transport.options},
         "arguments": tuple(r.arguments),
         "environment": dict(r.environment),

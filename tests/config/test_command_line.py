@@ -19,8 +19,10 @@ class Run:
     def __init__(self, folder: Path, *arguments: str) -> None:
         marker = folder / "ray-was-started"
         path = fake_ray(folder / "path", marker)
+        # The environments of trainer and rollout need not exist for what is tested here.
+        pythons = [f"{side}.python={sys.executable}" for side in ("trainer", "rollout")]
         done = subprocess.run(
-            [sys.executable, "train.py", f"output_dir={folder / 'outputs'}", *arguments],
+            [sys.executable, "train.py", f"output_dir={folder / 'outputs'}", *pythons, *arguments],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(path), "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
@@ -75,3 +77,11 @@ def test_a_strategy_this_machine_cannot_do_is_refused_with_what_was_looked_for_a
     works = next(line for line in rest if "would work here: " in line)
     assert "p2p_cma" in works
     assert "p2p_rdma" not in works
+
+
+def test_an_interpreter_that_is_not_there_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    run = Run(tmp_path, "+weight_sync=p2p_cma", f"model.path={model}", "rollout.python=no/such/python")
+    assert run.code == 1
+    assert "ConfigError: rollout.python=no/such/python: no such interpreter" in run.text
+    assert not run.reached_ray
