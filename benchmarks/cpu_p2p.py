@@ -37,7 +37,7 @@ from weight_sync.layout.table import Layout
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.inprocess import ArraySource, InProcessEngine, InProcessTrainers, typed
 from weight_sync.session.inputs import Declared, dims_of, layout_of
-from weight_sync.session.session import WeightSync
+from weight_sync.session.session import SilentObserver, WeightSync
 from weight_sync.session.source import SourceAgent
 from weight_sync.session.target import TargetAgent
 
@@ -155,11 +155,10 @@ class Rank:
         """The bytes this rank put on the wire. Buckets of whole HF tensors, in catalog order."""
         import torch.distributed as dist
 
-        catalog = self.source.catalog
         sent = 0
         for tensors in buckets(self.source, bucket_bytes):
             places, total = offsets(self.source, tensors)
-            if self.index == 3 or self.index == 2:
+            if not self.trainer:
                 full = np.empty(total, np.uint16)
                 dist.broadcast(_tensor(full), src=0, group=self.to_engines)
                 self._load(self.target, tensors, places, full, to_params=True)
@@ -176,7 +175,6 @@ class Rank:
             self._unpack(tensors, places, other, full)
             dist.broadcast(_tensor(full), src=0, group=self.to_engines)
             sent += 2 * full.nbytes
-        del catalog
         return sent
 
     def _regions(self, layout: Layout, rank: int, tensors: range) -> Any:
@@ -296,15 +294,11 @@ class Remote:
         self._connection.recv()
 
 
-class Phases:
+class Phases(SilentObserver):
     """An observer that keeps each phase's seconds, for every sync."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
-
-    @contextmanager
-    def sync(self, version: int, session: str, *, nbytes: int | None = None) -> Iterator[Phases]:
-        yield self
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -315,15 +309,6 @@ class Phases:
     def add_spans(self, rank: str, spans: Any) -> None:
         for span in spans:
             self.seconds.setdefault(f"{span['phase']} on ranks", []).append(span["end"] - span["start"])
-
-    def count(self, **counts: Any) -> None:
-        return
-
-    def mark_verified(self) -> None:
-        return
-
-    def mark_committed(self) -> None:
-        return
 
 
 class RemoteAgent:

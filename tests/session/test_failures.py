@@ -10,7 +10,7 @@ from session_support import fresh_target
 
 from weight_sync.errors import RolloutError, SessionError, TransportError, VerifyError, WeightSyncError
 from weight_sync.ids import Deadline
-from weight_sync.session.session import Timeouts
+from weight_sync.session.session import SilentObserver, Timeouts
 from weight_sync.session.state import State
 
 BEFORE_PAUSE = [
@@ -232,35 +232,14 @@ def test_a_release_that_fails_after_the_commit_is_an_error_that_says_what_is_com
 # -- the controller ----------------------------------------------------------------------------------------------------
 
 
-class Interrupting:
+class Interrupting(SilentObserver):
     """An observer on whose watch the controller is interrupted (Ctrl-C) when a phase begins or ends."""
 
     def __init__(self, phase: str, after: bool) -> None:
         self.phase_, self.after, self.armed = phase, after, True
 
-    def sync(self, version: int, session: str, *, nbytes: int | None = None) -> Any:
-        return self
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return
-
     def phase(self, name: str) -> Any:
         return _Phase(self, name)
-
-    def add_spans(self, rank: str, spans: Any) -> None:
-        return
-
-    def count(self, **counts: Any) -> None:
-        return
-
-    def mark_verified(self) -> None:
-        return
-
-    def mark_committed(self) -> None:
-        return
 
 
 class _Phase:

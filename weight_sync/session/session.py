@@ -47,8 +47,8 @@ class Outcome:
     receipts: tuple[Receipt, ...]
 
 
-class _Silent:
-    """Watches nothing."""
+class SilentObserver:
+    """Watches nothing: the default, and a base for observers that care about one thing."""
 
     def sync(self, version: int, session: str, *, nbytes: int | None = None) -> Any:
         return nullcontext(self)
@@ -92,7 +92,7 @@ class WeightSync:
         self._trainers, self._engines, self._spec = trainers, list(engines), spec
         self._pause: PauseMode = pause
         self._timeouts = timeouts or Timeouts()
-        self._observer: Observer = observer or _Silent()
+        self._observer: Observer = observer or SilentObserver()
         self._machine = Machine()
         self._connection: Connection | None = None
         self._version = -1

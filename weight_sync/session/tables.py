@@ -25,7 +25,6 @@ def target_table(schedule: Schedule, rank: int) -> dict[str, Any]:
     """
     plan = schedule.plan
     rows = plan.rows_to(rank)
-    names = [p.name for p in plan.target_params]
     index = {row: i for i, row in enumerate(rows.tolist())}
     rounds: list[list[list[Any]]] = [[] for _ in range(schedule.rounds)]
     for piece in schedule.pieces:
@@ -35,7 +34,7 @@ def target_table(schedule: Schedule, rank: int) -> dict[str, Any]:
         "plan": schedule.digest,
         "rank": rank,
         "tensors": [plan.catalog.name(t) for t in plan.tensor[rows].tolist()],
-        "params": [names[i] for i in plan.target[rows].tolist()],
+        "params": [plan.target_params[i].name for i in plan.target[rows].tolist()],
         "start": plan.target_start[rows].tolist(),
         "strides": plan.target_strides[rows].tolist(),
         "shape": plan.shape[rows].tolist(),
