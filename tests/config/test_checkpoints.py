@@ -36,6 +36,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def call(path: Path, *overrides: str) -> None:
         conf = job_with("+weight_sync=p2p_cma", f"output_dir={tmp_path / 'outputs'}", f"model.path={path}", *overrides)
         conf.weight_sync.observe.wandb = WandbMode.disabled
+        conf.trainer.python = conf.rollout.python = sys.executable  # the sides' environments need not be built here
         run(conf)
 
     return call

@@ -1,0 +1,1 @@
+"""The commands of python -m weight_sync that need no framework; each module's docstring is its --help."""
