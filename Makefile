@@ -32,6 +32,7 @@ bench: setup      ## the CPU benchmark: shard to shard against gather + broadcas
 docs: setup       ## regenerate docs/*.md that are made from code and config
 	@$(PY) docs/generate.py
 	@$(PY) docs/families.py
+	@$(PY) docs/recipes.py
 
 clean:            ## environments and outputs
 	rm -rf .venv .venvs outputs .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -18,18 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import os
-import socket
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from workers import Phases, Remote, RemoteAgent, all_of, buckets, free_port
 
 from weight_sync.config import engine_yaml, family_yaml
 from weight_sync.ids import Deadline
@@ -37,7 +34,7 @@ from weight_sync.layout.table import Layout
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.inprocess import ArraySource, InProcessEngine, InProcessTrainers, typed
 from weight_sync.session.inputs import Declared, dims_of, layout_of
-from weight_sync.session.session import SilentObserver, WeightSync
+from weight_sync.session.session import WeightSync
 from weight_sync.session.source import SourceAgent
 from weight_sync.session.target import TargetAgent
 
@@ -239,18 +236,6 @@ def _tensor(array: Any) -> Any:
     return torch.from_numpy(array.view(np.uint8))
 
 
-def buckets(layout: Layout, limit: int) -> list[range]:
-    sizes = layout.catalog.shapes.prod(axis=1) * 2
-    result: list[range] = []
-    first, used = 0, 0
-    for tensor, size in enumerate(sizes.tolist()):
-        if used and used + size > limit:
-            result.append(range(first, tensor))
-            first, used = tensor, 0
-        used += size
-    return [*result, range(first, len(sizes))]
-
-
 def offsets(layout: Layout, tensors: range) -> tuple[dict[int, tuple[int, tuple[int, ...]]], int]:
     places: dict[int, tuple[int, tuple[int, ...]]] = {}
     at = 0
@@ -261,76 +246,9 @@ def offsets(layout: Layout, tensors: range) -> tuple[dict[int, tuple[int, tuple[
     return places, at
 
 
-def serve(connection: Any, *arguments: Any) -> None:
-    rank = Rank(*arguments)
-    connection.send(None)
-    while (message := connection.recv()) is not None:
-        name, args = message
-        try:
-            connection.send((True, getattr(rank, name)(*args)))
-        except Exception as error:  # noqa: BLE001 - goes to the parent, which raises it
-            connection.send((False, error))
-
-
-class Remote:
-    """The parent's handle of a rank process."""
-
-    def __init__(self, *arguments: Any) -> None:
-        context = mp.get_context("spawn")
-        self._connection, child = context.Pipe()
-        self._lock = threading.Lock()
-        self.process = context.Process(target=serve, args=(child, *arguments), daemon=True)
-        self.process.start()
-
-    def __call__(self, name: str, *args: Any) -> Any:
-        with self._lock:
-            self._connection.send((name, args))
-            good, value = self._connection.recv()
-        if not good:
-            raise value
-        return value
-
-    def ready(self) -> None:
-        self._connection.recv()
-
-
-class Phases(SilentObserver):
-    """An observer that keeps each phase's seconds, for every sync."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds.setdefault(name, []).append(time.perf_counter() - began)
-
-    def add_spans(self, rank: str, spans: Any) -> None:
-        for span in spans:
-            self.seconds.setdefault(f"{span['phase']} on ranks", []).append(span["end"] - span["start"])
-
-
-class RemoteAgent:
-    def __init__(self, remote: Remote, rank: int, transport: str) -> None:
-        self.remote, self.rank, self.transport = remote, rank, transport
-
-    def call(self, method: str, payload: Any) -> Any:
-        return self.remote("agent", self.transport, method, payload)
-
-
-def all_of(ranks: list[Remote], name: str, *args: Any) -> list[Any]:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(lambda r: r(name, *args), ranks))
-
-
 def run(layers: int, engine: str, rounds: int) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [Remote(i, layers, engine, port) for i in range(4)]
+    port = free_port()
+    ranks = [Remote(Rank, i, layers, engine, port) for i in range(4)]
     for rank in ranks:
         rank.ready()
     source, target = specs(layers, engine)
@@ -379,8 +297,8 @@ def run(layers: int, engine: str, rounds: int) -> dict[str, Any]:
 
 
 def _session(ranks: list[Remote], name: str, source: Declared, target: Declared, watch: Phases) -> WeightSync:
-    trainers = InProcessTrainers([RemoteAgent(ranks[r], r, name) for r in range(2)])  # type: ignore[list-item]
-    agents = [RemoteAgent(ranks[2 + r], r, name) for r in range(2)]
+    trainers = InProcessTrainers([RemoteAgent(ranks[r], name, r) for r in range(2)])  # type: ignore[list-item]
+    agents = [RemoteAgent(ranks[2 + r], name, r) for r in range(2)]
     sizes = dict(dims_of(target, "rollout").sizes)
     engine = InProcessEngine("engine", agents, model=target.config, sizes=sizes)  # type: ignore[arg-type]
     return WeightSync(trainers, [engine], SyncSpec(source, target, witness=False), observer=watch)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weight_sync.config import _files, engine_yaml, family_yaml
+from weight_sync.layout.values import FUNCTIONS, REFUSED, legal_casts
 
 DOCS = Path(__file__).parent
 RECORDS = DOCS / "families.jsonl"
@@ -40,16 +41,25 @@ cell below counts layouts in which the declaration was compared, element for ele
 *parameters* counts what was compared, over all ranks of all layouts.
 """
 CASTS = """
-## Values that are not moved
+## Values that are computed
 
-A tensor whose dtype differs between the sides is an error that names it, unless the engine file declares `value: cast`.
-Declared casts are listed by `computed_names`; the recorder must report the same operation for them, and nothing else. A plan
-does not bring them: they have to go another way (the gathered stream). Declared now:
+Bytes are placed, not computed, with one exception that a rule has to declare: `value: cast` with a `dtype`. The trainer then
+converts the values while it packs them, writes the result, and both sides digest the converted bytes, so verification stays
+exact to the byte. The recording of the engine's own loader must show the same cast into the same place, and no other. To
+float32 a cast keeps every value; to bfloat16 it rounds to nearest, ties to even, as torch does.
 
-- the router weight of GLM-4.5, which both engines keep in float32;
-- weight and bias of the indexer's `k_norm` in GLM-5, which both engines keep in float32.
+A dtype that differs without a declaration is an error that names tensor, both dtypes and what to write in the YAML.
+
+Declared casts:
+
+{declared}
+
+Value functions, all of them:
+
+{functions}
 
 The router bias `e_score_correction_bias` is float32 on all sides (a buffer in Megatron-Core) and is moved like any other.
+Padded vocabulary rows are no values of the model: no sync writes them.
 SGLang on CUDA may fuse shared experts into the routed ones (`w13_weight` then has one expert more): start it with
 `--disable-shared-experts-fusion`; otherwise the live shapes disagree with the declaration and the session refuses to bind.
 """
@@ -101,9 +111,28 @@ def render(records: dict[tuple[str, str, str], Record]) -> str:
     ]
     full = sorted((r for (side, _, _), r in records.items() if side == "full size"), key=lambda r: (r["model"], r["layout"]))
     lines += [f"| {r['model']} | {r['layout']} | {r['result']} | {r['tensors']} |" for r in full]
-    lines += [CASTS, "## What is refused by name", ""]
+    values = CASTS.format(declared="\n".join(declared_casts()), functions="\n".join(value_functions()))
+    lines += [values, "## What is refused by name", ""]
     lines += sorted(set(refusals()))
     return "\n".join(lines) + "\n"
+
+
+def declared_casts() -> Iterable[str]:
+    """Every cast that a family or engine file declares; what several engines have in common is said once."""
+    found: dict[str, list[str]] = {}
+    for kind, load in (("family", family_yaml), ("engine", engine_yaml)):
+        names = sorted(item.name.removesuffix(".yaml") for item in _files("weight_sync", kind) if item.name.endswith(".yaml"))
+        for name in (name for name in names if not name.startswith("_")):
+            for rule in load(name).get("mcore" if kind == "family" else "rules", {}).values():
+                if rule.get("value") == "cast":
+                    only = f", for {', '.join(rule['only_for'])}" if rule.get("only_for") else ""
+                    found.setdefault(f"`{rule['hf']}` to {rule['dtype']}{only}", []).append(name)
+    return [f"- {', '.join(names)}: {text}" for text, names in found.items()]
+
+
+def value_functions() -> Iterable[str]:
+    yield from (f"- `{name}`: {what} ({legal_casts()})" for name, what in FUNCTIONS.items())
+    yield from (f"- `{name}`: refused by name. {what[0].upper()}{what[1:]}" for name, what in REFUSED.items())
 
 
 def refusals() -> Iterable[str]:
@@ -116,7 +145,8 @@ def refusals() -> Iterable[str]:
                 if kind == "family":
                     yield f"- {name}{'' if when == '1' else f', where `{when}`'}: {reason}"
                 else:
-                    yield f"- {name}, where `{reason['when']}`, for {', '.join(reason['only_for'])}: {reason['reason']}"
+                    only = f", for {', '.join(reason['only_for'])}" if reason.get("only_for") else ""
+                    yield f"- {name}, where `{reason['when']}`{only}: {reason['reason']}"
             for item in data.get("mcore_refuse", {}).values():
                 yield f"- {name} on a Megatron trainer, where `{item['when']}`: {item['reason']}"
 

@@ -91,6 +91,13 @@ def _qwen2(sizes: dict[str, Any]) -> PretrainedConfig:
     return Qwen2Config(**{**{key: value for key, value in _COMMON.items() if key != "head_dim"}, **sizes})
 
 
+def _phi3(sizes: dict[str, Any]) -> PretrainedConfig:
+    """Checkpoints hold q, k and v in one tensor, gate and up in another. There is no family for it."""
+    from transformers import Phi3Config
+
+    return Phi3Config(**{**{key: value for key, value in _COMMON.items() if key != "head_dim"}, **sizes})
+
+
 def _deepseek_v3(sizes: dict[str, Any]) -> PretrainedConfig:
     from transformers import DeepseekV3Config
 
@@ -111,6 +118,14 @@ def _glm4_moe(sizes: dict[str, Any]) -> PretrainedConfig:
     return Glm4MoeConfig(**{**_COMMON, **_SHARED, **changes, **sizes})
 
 
+def _glm4_moe_lite(sizes: dict[str, Any]) -> PretrainedConfig:
+    from transformers import Glm4MoeLiteConfig
+
+    # first_k_dense_replace is in published configs; transformers says the same with mlp_layer_types.
+    changes = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    return Glm4MoeLiteConfig(**{**_COMMON, **_SHARED, **_LATENT, **changes, **sizes})
+
+
 def _glm_moe_dsa(sizes: dict[str, Any]) -> PretrainedConfig:
     from transformers import GlmMoeDsaConfig
 
@@ -129,11 +144,13 @@ def _glm_moe_dsa(sizes: dict[str, Any]) -> PretrainedConfig:
 KINDS: dict[str, Callable[[dict[str, Any]], PretrainedConfig]] = {
     "llama": _llama,
     "qwen2": _qwen2,
+    "phi3": _phi3,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _kimi_k2,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
     "glm_moe_dsa": _glm_moe_dsa,
 }
 """What make_checkpoint() can build, by the model_type in published configs."""
@@ -153,19 +170,22 @@ def make_checkpoint(path: str | Path, kind: str = "qwen3", *, seed: int = 0, dty
     Returns: `path`.
     Raises: ConfigError for an unknown kind or a key the config class does not have.
     """
-    import torch
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM
-
     if kind not in KINDS:
         raise ConfigError(f"no checkpoint kind {kind!r}; there are: {', '.join(sorted(KINDS))}")
     unknown = sorted(set(sizes) - set(KINDS[kind]({}).to_dict()))
     if unknown:
         raise ConfigError(f"the {kind} config has no {', '.join(unknown)}")
+    return write_checkpoint(path, KINDS[kind]({**sizes, "dtype": dtype}), seed=seed, dtype=dtype)
+
+
+def write_checkpoint(path: str | Path, config: PretrainedConfig, *, seed: int = 0, dtype: str = "bfloat16") -> Path:
+    """The same for any config that transformers can build a causal language model from. Arguments as of make_checkpoint."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-
-    config = KINDS[kind]({**sizes, "dtype": dtype})
     named = config.architectures  # building the model replaces it by the name of transformers' class
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     # One file whatever the size: tests and readers then need no index. transformers writes the on-disk names (one tensor

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from weight_sync.config import check_job, declared_sides
+from weight_sync.config import check_job, declared_sides, failure_policy
 from weight_sync.errors import ConfigError, VerifyError
 from weight_sync.ids import Deadline
 from weight_sync.observe.observer import open_observer
@@ -25,8 +25,9 @@ from weight_sync.plan.schedule import Budget, CostModel
 from weight_sync.schema import JobConf, PauseChoice, PlacementConf
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.contracts import PauseMode, RolloutEngine
-from weight_sync.session.inputs import layout_of
+from weight_sync.session.inputs import Declared, layout_of
 from weight_sync.session.session import Timeouts, WeightSync
+from weight_sync.session.verify import Level
 from weight_sync.transport import preflight
 from weight_sync_integrations.ray.engine import EngineActor, connect_engine, read_config
 from weight_sync_integrations.ray.trainer import (
@@ -45,6 +46,10 @@ _LONG = 600.0
 def run(job: JobConf) -> int:
     """Run the job. Returns the committed version. Raises the first error; everything started is stopped either way."""
     check_job(job)
+    if job.model.path is None and job.model.config is not None:
+        raise ConfigError(
+            f"model.config={job.model.config} is enough to plan; to run, give model.path=DIR, the checkpoint's folder"
+        )
     config = read_config(job.model.path) if job.model.path else None
     if config is not None:
         resolve_early(job, config)
@@ -74,6 +79,8 @@ def run(job: JobConf) -> int:
             pause=pause_mode(job, engines),
             timeouts=Timeouts(**asdict(job.weight_sync.timeouts)),
             observer=observer,
+            failure=failure_policy(job.weight_sync),
+            level=Level(job.weight_sync.verify.level.value),
         )
         _rounds(job, trainers, engines, sync, observer, folder)
         observer.print_table()
@@ -173,7 +180,8 @@ def resolve_early(job: JobConf, config: Mapping[str, Any]) -> SyncSpec:
     """Everything that can be wrong with family and sizes, found with the HF config alone. Returns the sync's spec."""
     conf = job.weight_sync
     trainer, rollout = declared_sides(job, config)
-    layout_of(rollout, "rollout")
+    if isinstance(rollout, Declared):
+        layout_of(rollout, "rollout")
     if trainer is not None:
         layout_of(trainer, "trainer")
     costs, budget = CostModel(**asdict(conf.costs)), Budget(**asdict(conf.budget))
@@ -282,7 +290,8 @@ def started_engines(job: JobConf, path: str, token: str, folder: Path) -> Iterat
         specs = [{**common, "name": f"{r.kind}-{i}", "log": str(folder / f"{r.kind}-{i}.log")} for i in range(r.engines)]
         calls = {i: a.start.remote(r.kind, s, r.start_seconds) for i, (a, s) in enumerate(zip(actors, specs, strict=True))}
         started = gather(calls, replace(deadline, at=deadline.at + 30.0), "server start")
-        engines = [connect_engine(r.kind, started[i], token) for i in range(r.engines)]
+        beside = {"draft": job.weight_sync.draft.value, "declare": dict(job.weight_sync.declare)}
+        engines = [connect_engine(r.kind, started[i], token, **beside) for i in range(r.engines)]
         yield engines
     finally:
         for engine in engines:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import BindError, SessionError
 from weight_sync.ids import ITEMSIZE
 from weight_sync.session.contracts import LiveParam, LiveStorage
+from weight_sync.session.memory import describe, dtype_name, epoch_of
 
 if TYPE_CHECKING:
     import torch
 
-_PROCESS = secrets.token_hex(8)
+__all__ = ["StepGuard", "describe_tensors", "epoch_of", "why_not_live"]
 
 
 def describe_tensors(
@@ -40,33 +38,7 @@ def describe_tensors(
             f"trainer rank {rank}: {len(refused)} of {len(tensors)} parameters cannot be read in place; "
             f"only plain tensors that are resident on the training device can be sent{lines}{more}"
         )
-    params: list[LiveParam] = []
-    storages: list[LiveStorage] = []
-    index_of: dict[int, int] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel() == 0:
-            continue
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in index_of:
-            index_of[address] = len(storages)
-            storages.append(LiveStorage(address=address, nbytes=storage.nbytes()))
-        params.append(
-            LiveParam(
-                name=name,
-                shape=tuple(tensor.shape),
-                stride=tuple(tensor.stride()),
-                dtype=dtype_name(tensor),
-                storage=index_of[address],
-                offset=tensor.storage_offset() * tensor.element_size(),
-            )
-        )
-    return tuple(params), tuple(storages)
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """torch's name of the dtype, without prefix."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return describe({name: tensor for name, tensor in tensors.items() if tensor.numel()}, f"trainer rank {rank}")
 
 
 def why_not_live(tensor: torch.Tensor) -> str | None:
@@ -86,12 +58,6 @@ def why_not_live(tensor: torch.Tensor) -> str | None:
     if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
         return f"has {tensor.numel()} elements but an empty storage: offloaded or freed"
     return None
-
-
-def epoch_of(storages: tuple[LiveStorage, ...]) -> int:
-    """A number that stays the same while the process lives and none of its storages moves or changes its size."""
-    text = f"{_PROCESS}:{os.getpid()}:{[(storage.address, storage.nbytes) for storage in storages]}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
 class StepGuard:

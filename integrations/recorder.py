@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weight_sync.errors import BindError
+from weight_sync.layout.values import cast_text
 from weight_sync_integrations.recorder_boxes import (
     Box,
     Dim,
@@ -46,11 +47,14 @@ class Recording:
     """What one run of load_weights does to one process. Plain data throughout; offsets, starts, strides in elements.
 
     shards: {"tensor", "offset", "shape", "param", "start", "strides"}: the box (offset, shape) of the HF tensor; its
-        coordinate i goes to element start + sum((i[d] - offset[d]) * strides[d]) of the parameter.
+        coordinate i goes to element start + sum((i[d] - offset[d]) * strides[d]) of the parameter. With "operation" where the
+        value is cast on the way: it is then in inexpressible too.
     constants: {"param", "start", "shape", "strides", "value"}: regions filled with one value, such as vocab padding.
     inexpressible: {"tensor", "param", "operation"}: writes that are not a placement of an HF tensor's bytes.
     uncovered: elements that no shard or constant writes, by parameter. rewritten: elements written again, by parameter.
     unread: HF tensors that nothing was copied from, in the order they were fed.
+    derived: tensors that are no parameter, into which the loader copied what it had computed from live parameters (SGLang's
+        absorbed MLA matrices, once they exist). No HF tensor goes there; a sync has to have them computed anew.
     """
 
     shards: list[dict[str, Any]] = field(default_factory=list)
@@ -59,6 +63,7 @@ class Recording:
     uncovered: dict[str, int] = field(default_factory=dict)
     rewritten: dict[str, int] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
+    derived: list[str] = field(default_factory=list)
 
 
 def record(
@@ -214,7 +219,7 @@ class _Recorder(TorchDispatchMode):
     def _derive(self, func: Any, args: Any, kwargs: Any, out: torch.Tensor, tracked: list[torch.Tensor]) -> _Origin:
         """Provenance of a new tensor: rearranged where the operation only moves values, blended otherwise."""
         names = tuple(dict.fromkeys(name for tensor in tracked for name in self.origins[_key(tensor)].names()))
-        cast = f"cast from {tracked[0].dtype} to {out.dtype}".replace("torch.", "")
+        cast = cast_text(*(str(t.dtype).removeprefix("torch.") for t in (tracked[0], out)))
         blend = (cast if func is aten._to_copy.default else str(func), names)
         base = _dense_shape(out)
         parts = _parts(func, args, kwargs, out)
@@ -293,7 +298,7 @@ class _Recorder(TorchDispatchMode):
         if target.numel() == 0:
             pass  # vLLM fills the vocabulary's padding rows also where there are none; such a view may start past the end
         elif param is None:
-            self.note(None, self.protected[_key(target)], str(func))
+            self._beside(self.protected[_key(target)], func, args, kwargs)
         elif func is aten.copy_.default:
             self._copy(param, target, args[1])
         elif func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default):
@@ -303,6 +308,14 @@ class _Recorder(TorchDispatchMode):
             for name in dict.fromkeys(names) or [None]:
                 self.note(name, param, str(func))
         return target if len(written) == 1 else tuple(written)
+
+    def _beside(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
+        """A write into a tensor that is no parameter."""
+        fed = any(_key(leaf) in self.origins for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        if func is not aten.copy_.default or fed:
+            self.note(None, name, str(func))
+        elif name not in self.result.derived:
+            self.result.derived.append(name)
 
     def _param_of(self, target: torch.Tensor) -> str | None:
         """The parameter whose memory the view `target` starts in, where both have one dtype."""
@@ -319,11 +332,14 @@ class _Recorder(TorchDispatchMode):
         if origin is None:
             self.note(None, param, "copy of values that come from no HF tensor")
             return
-        if origin.blend or source.dtype != target.dtype or origin.dtype != source.dtype:
-            cast = f"cast from {source.dtype} to {target.dtype}".replace("torch.", "")
+        if origin.blend or origin.dtype != source.dtype:
             for name in origin.names():
-                self.note(name, param, origin.blend[0] if origin.blend else cast)
+                self.note(name, param, origin.blend[0] if origin.blend else f"{origin.dtype} read as {source.dtype}")
             return
+        cast = cast_text(*(str(t.dtype).removeprefix("torch.") for t in (source, target)))
+        if source.dtype != target.dtype:  # no placement of bytes, but still one of values: whether it is declared is not for us
+            for name in origin.names():
+                self.note(name, param, cast)
         start = target.storage_offset() - self.live[param].storage_offset()
         try:
             placed = list(self._pieces(origin, source.expand(target.shape), start, target.stride()))
@@ -332,6 +348,8 @@ class _Recorder(TorchDispatchMode):
             for name in origin.names():
                 self.note(name, param, str(error))
             return
+        if source.dtype != target.dtype:
+            shards = [{**shard, "operation": cast} for shard in shards]
         missing = target.numel() - sum(volume(box.shape) for box, _ in placed)
         if missing:
             self.note(None, param, f"{missing} elements of a composed tensor come from no HF tensor (padding?)")

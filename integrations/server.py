@@ -7,8 +7,11 @@ of that log.
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -105,6 +108,57 @@ def start_server(
         server.stop(grace=2.0)
         raise
     return server
+
+
+def quiet_client(*urls: str, token: str | None = None) -> httpx.Client:
+    """An HTTP client for one or more servers (scheme, host and port); with one, paths are relative to it.
+
+    httpx logs every request with its address at INFO, which a job that sets up logging would print: not for these servers.
+    Other users of httpx in this process keep theirs. Proxies from the environment are not used: engines are on the local
+    network.
+    """
+    _quiet.hosts |= {httpx.URL(url).netloc for url in urls}
+    if _quiet not in logging.getLogger("httpx").filters:
+        logging.getLogger("httpx").addFilter(_quiet)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    return httpx.Client(base_url=urls[0] if len(urls) == 1 else "", trust_env=False, headers=headers)
+
+
+class _Quiet(logging.Filter):
+    """Drops httpx's request lines, at INFO and below, that go to one of `hosts` (host and port)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hosts: set[bytes] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        arguments = record.args if isinstance(record.args, tuple) else ()
+        ours = any(isinstance(value, httpx.URL) and value.netloc in self.hosts for value in arguments)
+        return record.levelno > logging.INFO or not ours
+
+
+_quiet = _Quiet()
+
+
+def free_port(host: str) -> int:
+    """A port that is free now and that the kernel will not give away while a server takes a minute to come up.
+
+    Ports of outgoing connections and of listeners that ask for any port come from the ephemeral range; this one lies
+    below it. Raises RolloutError when a hundred random ones are all taken.
+    """
+    lowest_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    low = max(1024, lowest_ephemeral - 12_000)
+    for _ in range(100):
+        # SGLang takes further ports up to about a thousand above this one.
+        port = low + secrets.randbelow(max(1, lowest_ephemeral - 1_100 - low))
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue  # taken: draw another
+            return port
+    raise RolloutError(f"no free port on {host} below {lowest_ephemeral}; give ServerSpec.port")
 
 
 def _signal(group: int, number: int) -> None:

@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_k2": ("kimi_k2", {"rope_parameters": YARN}),
     "glm45": ("glm4_moe", {"vocab_size": 250}),
     "glm45 air": ("glm4_moe", {"vocab_size": 250, "use_qk_norm": False}),
+    "glm47_flash": ("glm4_moe_lite", {"vocab_size": 250, "rope_parameters": YARN}),
     "glm5": ("glm_moe_dsa", {"vocab_size": 250, "rope_parameters": YARN}),  # SGLang's CPU kernels know no other rope with MLA
 }
 """Name -> (kind of checkpoint, its sizes)."""

@@ -1,24 +1,47 @@
 #!/usr/bin/env bash
 # Run the tests, each area with the interpreter of its real component: tests/run.sh [area ...]
-# Areas: core trainer sglang vllm exact e2e. All by default. Heavy areas run one after another: they share two cores in CI.
+# Areas: core trainer sglang vllm exact e2e. All by default. Two lanes run side by side, for most tests keep one core busy; the
+# end-to-end jobs start six processes and come last, alone. What an area prints is shown when it is done. Areas given by name
+# run one after another, printing as they go.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-areas=("$@")
-[ ${#areas[@]} -gt 0 ] || areas=(core trainer sglang vllm exact e2e)
-failed=()
-for area in "${areas[@]}"; do
-  echo "== $area"
-  case $area in
-    core) env=core python=.venv/bin/python paths=(tests/layout tests/plan tests/transport tests/session tests/config tests/observe tests/repo) ;;
-    trainer | sglang | vllm) env=$area python=.venvs/$area/bin/python paths=("tests/$area") ;;
-    exact | e2e) env=core python=.venv/bin/python paths=("tests/$area") ;;
-    *) echo "tests/run.sh: no area '$area'; there are: core trainer sglang vllm exact e2e" >&2; exit 2 ;;
+
+area() {
+  local env=$1 python=.venvs/$1/bin/python paths=("tests/$1") needed
+  case $1 in
+    core) python=.venv/bin/python paths=(tests/{layout,plan,device,transport,session,config,observe,commands,recipes,repo}) ;;
+    trainer | sglang | vllm) ;;
+    exact | e2e) env=core python=.venv/bin/python ;;
+    *) echo "tests/run.sh: no area '$1'; there are: core trainer sglang vllm exact e2e" >&2; return 2 ;;
   esac
-  envs/build.sh "$env" || exit 1
-  if [ "$area" = exact ] || [ "$area" = e2e ]; then for needed in trainer sglang vllm; do envs/build.sh $needed || exit 1; done; fi
-  "$python" -m pytest -q -p no:cacheprovider "${paths[@]}" || failed+=("$area")
-done
-if [ ${#failed[@]} -gt 0 ]; then
-  echo "FAILED areas: ${failed[*]}" >&2
-  exit 1
+  echo "== $1"
+  envs/build.sh "$env" || return 1
+  if [ "$1" = exact ] || [ "$1" = e2e ]; then for needed in trainer sglang vllm; do envs/build.sh $needed || return 1; done; fi
+  "$python" -m pytest -q -p no:cacheprovider "${paths[@]}" || { echo "FAILED area: $1" >&2; return 1; }
+}
+
+lane() {  # its areas one after another, each with its output in one piece
+  local name rc=0 log
+  log=$(mktemp)
+  for name in "$@"; do
+    area "$name" >"$log" 2>&1 || rc=1
+    flock "$printing" cat "$log"
+  done
+  rm -f "$log"
+  return $rc
+}
+
+if [ $# -gt 0 ]; then
+  rc=0
+  for name in "$@"; do area "$name" || rc=1; done
+  exit $rc
 fi
+printing=$(mktemp)
+trap 'rm -f "$printing"; kill $(jobs -p) 2>/dev/null' EXIT
+lane core sglang exact & first=$!
+lane trainer vllm & second=$!
+rc=0
+wait $first || rc=1
+wait $second || rc=1
+area e2e || rc=1
+exit $rc

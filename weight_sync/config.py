@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -19,9 +20,13 @@ from typing import Any, cast, get_type_hints
 from weight_sync.errors import ConfigError, FamilyError, listed
 from weight_sync.layout.family import merged
 from weight_sync.layout.parallel import EngineDims, TrainerDims
-from weight_sync.schema import JobConf, ModelConf, RolloutConf, SyncConf, TrainerConf
-from weight_sync.session.inputs import Declared
+from weight_sync.schema import DraftChoice, EngineLayout, JobConf, ModelConf, RolloutConf, SyncConf, TrainerConf
+from weight_sync.session.failure import FailurePolicy
+from weight_sync.session.inputs import Declared, Recorded
 from weight_sync.transport import registry
+
+RECORDED = "recorded"
+"""weight_sync.family: no family is declared; the engines' layout is recorded."""
 
 
 def register_schemas() -> None:
@@ -41,11 +46,56 @@ def strategies() -> list[str]:
     return sorted(p.name[:-5] for p in _files("weight_sync") if p.name.endswith(".yaml") and not p.name.startswith("_"))
 
 
+def recipes() -> list[str]:
+    """Names that +recipes= accepts."""
+    return sorted(p.name[:-5] for p in _files("recipes") if p.name.endswith(".yaml"))
+
+
+def model_configs() -> list[str]:
+    """Names of the shipped HF configs that model.config accepts."""
+    return sorted(p.name[:-5] for p in _files("weight_sync", "model_config") if p.name.endswith(".json"))
+
+
+def hf_config(job: JobConf) -> dict[str, Any]:
+    """The HF config of the job's model, without its weights: of model.config, or else config.json of model.path."""
+    name, key = (job.model.config, "model.config") if job.model.config is not None else (job.model.path, "model.path")
+    if name is None:
+        raise ConfigError(
+            f"which model? model.path=DIR with a config.json in it, or model.config=NAME with one of "
+            f"{', '.join(model_configs())} (weights are not needed)"
+        )
+    path = Path(name).expanduser()
+    if key == "model.config" and name in model_configs():
+        text = resources.files("weight_sync_conf").joinpath("weight_sync", "model_config", f"{name}.json").read_text()
+    else:
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            hint = f"; shipped are {', '.join(model_configs())}" if key == "model.config" else ""
+            raise ConfigError(f"{key}={name}: no {'config.json there' if path.is_dir() else 'such file or folder'}{hint}")
+        text = file.read_text()
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{key}={name}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{key}={name}: must hold an object, not {type(config).__name__}")
+    return cast("dict[str, Any]", config)
+
+
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a strategy that is given in a way in which Hydra would not find it, and say how it is given."""
+    """Raise ConfigError for a strategy that is given in a way in which Hydra would not find it, and say how it is given.
+
+    A recipe brings a strategy; beside one, another is chosen without a plus.
+    """
+    recipe = any(argument.startswith("+recipes=") for argument in arguments)
     for argument in arguments:
         given = re.fullmatch(r"([+~]*)weight_sync=([\w.-]*)", argument)
-        if given and (given[1] != "+" or given[2] in ("", "null")):
+        if given and recipe and (given[1] != "" or given[2] in ("", "null")):
+            raise ConfigError(
+                f"{argument}: the recipe has chosen a strategy; another one is chosen without a plus, weight_sync=NAME; there "
+                f"are {', '.join(strategies())}"
+            )
+        if given and not recipe and (given[1] != "+" or given[2] in ("", "null")):
             raise ConfigError(
                 f"{argument}: a strategy is chosen with one plus, +weight_sync=NAME; there are {', '.join(strategies())}"
             )
@@ -106,7 +156,11 @@ def _unknown_keys(value: Mapping[str, Any], schema: type, path: str) -> Iterator
 
 def check_job(job: JobConf) -> None:
     """What types cannot say. Raises ConfigError naming the key, its value and the legal ones."""
+    if job.weight_sync.draft is DraftChoice.sync and engine_is_recorded(job):
+        raise ConfigError("weight_sync.draft=sync needs a declared engine layout: set weight_sync.engine=auto")
+    declarable = ("derived", "constant", "state")
     for key, value, legal in (
+        *((f"weight_sync.declare: {pattern}", keep, declarable) for pattern, keep in job.weight_sync.declare.items()),
         ("trainer.kind", job.trainer.kind, ("megatron", "fsdp2")),
         ("rollout.kind", job.rollout.kind, ("sglang", "vllm")),
         ("trainer.optimizer", job.trainer.optimizer, ("distributed", "replicated")),
@@ -127,6 +181,14 @@ def check_job(job: JobConf) -> None:
         if number < least:
             raise ConfigError(f"{key}={number}: must be at least {least}")
     for key, number in (
+        ("plan.gpus_per_node", job.plan.gpus_per_node),
+        ("plan.step_seconds", job.plan.step_seconds),
+        ("plan.microbatches", job.plan.microbatches),
+        ("plan.microbatch_seconds", job.plan.microbatch_seconds),
+    ):
+        if number is not None and not number > 0:
+            raise ConfigError(f"{key}={number}: must be above 0, or null")
+    for key, number in (
         *((f"weight_sync.timeouts.{item.name}", getattr(conf.timeouts, item.name)) for item in fields(conf.timeouts)),
         ("weight_sync.costs.wire", conf.costs.wire),
         ("weight_sync.costs.copy", conf.costs.copy),
@@ -134,6 +196,7 @@ def check_job(job: JobConf) -> None:
     ):
         if not number > 0:
             raise ConfigError(f"{key}={number}: must be above 0")
+    failure_policy(conf)
     if conf.transport.name not in registry.names():
         raise ConfigError(f"weight_sync.transport.name={conf.transport.name!r}: must be one of {', '.join(registry.names())}")
     options = inspect.signature(registry.resolve(conf.transport.name))
@@ -143,8 +206,20 @@ def check_job(job: JobConf) -> None:
         raise ConfigError(
             f"weight_sync.transport.options: {conf.transport.name}: {error}; it takes {', '.join(options.parameters)}"
         ) from None
-    if conf.family != "auto":
+    if conf.family == RECORDED and job.trainer.kind != "fsdp2":
+        raise ConfigError(
+            f"weight_sync.family=recorded: trainer={job.trainer.kind} holds tensors in ways that a family must declare; give "
+            "one (python -m weight_sync new-family proposes it), and weight_sync.engine=recorded if only the engine side is "
+            "undeclared"
+        )
+    if conf.family not in ("auto", RECORDED):
         family_yaml(conf.family)
+    for key in ("unserved", "untouched"):
+        if getattr(conf.recorded, key) and not engine_is_recorded(job):
+            raise ConfigError(
+                f"weight_sync.recorded.{key}={getattr(conf.recorded, key)}: only a recorded engine layout can leave something "
+                "out; add weight_sync.engine=recorded, or declare it with a drop rule"
+            )
     _trainer_dims(job)
     _engine_dims(job, engine_yaml(job.rollout.kind))
     if job.trainer.kind == "fsdp2":
@@ -155,6 +230,14 @@ def check_job(job: JobConf) -> None:
             )
     if not job.prompts or any(not prompt for prompt in job.prompts):
         raise ConfigError("prompts: at least one, and none empty")
+
+
+def failure_policy(conf: SyncConf) -> FailurePolicy:
+    """Raises ConfigError for what does not go together."""
+    try:
+        return FailurePolicy(**{**asdict(conf.failure), "on_suspect": conf.failure.on_suspect.value})
+    except ConfigError as error:
+        raise ConfigError(f"weight_sync.{error}") from None
 
 
 def _files(*folder: str) -> list[Any]:
@@ -197,6 +280,12 @@ def engine_yaml(name: str) -> dict[str, Any]:
     return merged(name, lambda item: _read("engine", item))
 
 
+def shipped_families() -> list[str]:
+    """Names of the families in the package, without those that are only there to be extended."""
+    names = (item.name for item in _files("weight_sync", "family"))
+    return sorted(name[:-5] for name in names if name.endswith(".yaml") and not name.startswith("_"))
+
+
 def family_for(config: Mapping[str, Any]) -> str:
     """The family whose `architectures` holds the HF config's architecture, by exact name. FamilyError for none or two."""
     wanted = set(cast("list[str]", config.get("architectures") or []))
@@ -210,7 +299,8 @@ def family_for(config: Mapping[str, Any]) -> str:
     if len(found) != 1:
         raise FamilyError(
             f"family: auto finds {found or 'no family'} for architectures={sorted(wanted)}; declared are "
-            f"{listed(sorted(known), 40)}. Set weight_sync.family to a name or to a YAML file of your own"
+            f"{listed(sorted(known), 40)}. Set weight_sync.family to a name or to a YAML file of your own; with trainer=fsdp2 "
+            "weight_sync.family=recorded needs none"
         )
     return found[0]
 
@@ -222,9 +312,8 @@ def compose_job(overrides: list[str]) -> JobConf:
 
     check_arguments(overrides)
     register_schemas()
-    chosen = (
-        overrides if any(o.lstrip("+").startswith("weight_sync=") for o in overrides) else ["+weight_sync=p2p_tcp", *overrides]
-    )
+    has_strategy = any(o.startswith("+recipes=") or o.lstrip("+").startswith("weight_sync=") for o in overrides)
+    chosen = overrides if has_strategy else ["+weight_sync=p2p_tcp", *overrides]
     try:
         with initialize_config_module("weight_sync_conf", version_base="1.3"):
             job = job_from(compose("train", chosen))
@@ -235,15 +324,27 @@ def compose_job(overrides: list[str]) -> JobConf:
     return job
 
 
-def declared_sides(job: JobConf, config: Mapping[str, Any]) -> tuple[Declared | None, Declared]:
+def engine_is_recorded(job: JobConf) -> bool:
+    """Whether the engines' layout is read from their own loaders instead of being declared."""
+    return job.weight_sync.family == RECORDED or job.weight_sync.engine is EngineLayout.recorded
+
+
+def declared_sides(job: JobConf, config: Mapping[str, Any]) -> tuple[Declared | None, Declared | Recorded]:
     """(trainer, rollout) as the job declares them for a model with this HF config. FSDP2 declares nothing: its ranks tell.
 
     Raises FamilyError, ParallelError or ConfigError for what can be known from config alone.
     """
     conf = job.weight_sync
-    family = family_yaml(family_for(config) if conf.family == "auto" else conf.family)
     engine = engine_yaml(job.rollout.kind)
-    rollout = Declared(family, dict(config), _engine_dims(job, engine), engine)
+    dims = _engine_dims(job, engine)
+    left_out = (tuple(conf.recorded.unserved), tuple(conf.recorded.untouched))
+    if conf.family == RECORDED:
+        return None, Recorded(dict(config), dims, None, *left_out)
+    family = family_yaml(family_for(config) if conf.family == "auto" else conf.family)
+    symbols = {"draft": 1} if conf.draft is DraftChoice.sync else {}
+    rollout: Declared | Recorded = Declared(family, dict(config), dims, engine, symbols)
+    if engine_is_recorded(job):
+        rollout = Recorded(dict(config), dims, family, *left_out)
     if job.trainer.kind != "megatron":
         return None, rollout
     t = job.trainer

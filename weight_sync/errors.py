@@ -42,7 +42,14 @@ class SessionError(WeightSyncError):
 
 
 class VerifyError(WeightSyncError):
-    """Bytes at the destination are not the bytes of the source."""
+    """Bytes at the destination are not the bytes of the source.
+
+    rollout_ranks: where, as far as it was found out.
+    """
+
+    def __init__(self, text: str, rollout_ranks: Iterable[int] = ()) -> None:
+        self.rollout_ranks = tuple(rollout_ranks)
+        super().__init__(text)
 
 
 class DeadlineExceeded(WeightSyncError):
@@ -50,10 +57,10 @@ class DeadlineExceeded(WeightSyncError):
 
 
 class TransportError(WeightSyncError):
-    """A write did not provably complete. The destination of every write in the batch is suspect from now on.
+    """A write or read did not provably complete: the bytes that its whole batch was to fill are suspect from now on.
 
     Attributes:
-        endpoint: the peer that was written to, as the transport prints it.
+        endpoint: the peer, as the transport prints it.
         tensor: the HF name the failing range belongs to, or a summary when the transport does not say which of a batch.
         byte_range: (first, one past last) remote address of the failing range.
         code: the transport's own status code or word.

@@ -23,10 +23,40 @@ class PauseChoice(Enum):
     keep = "keep"
 
 
-class VerifyLevel(Enum):
-    """digest: a 64-bit digest of every transfer, source against live destination, on every sync."""
+class DraftChoice(Enum):
+    """A draft model (MTP) beside the served one: refuse: an error; frozen: keeps its weights, proven; sync: written, too."""
 
+    refuse = "refuse"
+    frozen = "frozen"
+    sync = "sync"
+
+
+class VerifyLevel(Enum):
+    """What is compared on every sync before it may be committed; weight_sync/session/verify.py says what each costs.
+
+    off: nothing (warned of on every sync, reported as not verified; in a YAML file "off" needs its quotes). digest: a 64-bit
+    digest of every transfer, source against live destination. full: digest, and every byte read back. check_weight_equal:
+    digest, and snapshot, scramble, write again, compare.
+    """
+
+    off = "off"
     digest = "digest"
+    full = "full"
+    check_weight_equal = "check_weight_equal"
+
+
+class EngineLayout(Enum):
+    """auto: the engine's declared convention (conf/weight_sync/engine). recorded: what the live engine's own loader does."""
+
+    auto = "auto"
+    recorded = "recorded"
+
+
+class SuspectChoice(Enum):
+    """keep: a replica that fails, fails the sync for all. drop: the next attempt goes on without it."""
+
+    keep = "keep"
+    drop = "drop"
 
 
 class WandbMode(Enum):
@@ -63,12 +93,39 @@ class VerifyConf:
 
 
 @dataclass(kw_only=True)
+class RecordedConf:
+    """What a recorded engine layout may leave out, as patterns of names (* matches anything).
+
+    unserved: HF tensors that the engine's loader does not take (a draft layer). untouched: engine parameters that no HF tensor
+    fills and that keep their values.
+    """
+
+    unserved: list[str] = field(default_factory=list)
+    untouched: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
 class TimeoutsConf:
     """Seconds; see weight_sync.session.session.Timeouts."""
 
     connect: float = 300.0
     sync: float = 300.0
     abort: float = 60.0
+
+
+@dataclass(kw_only=True)
+class FailureConf:
+    """What happens after a failure; see weight_sync.session.failure. attempts: of one sync, each after a complete fence.
+
+    seconds: no attempt begins later than this after the first. on_suspect: see above; replicas that were left out are not
+    resumed and stay out until they join again. other_source: avoid a trainer rank whose write failed, where another one holds
+    the same bytes.
+    """
+
+    attempts: int = 1
+    seconds: float = 600.0
+    on_suspect: SuspectChoice = SuspectChoice.keep
+    other_source: bool = False
 
 
 @dataclass(kw_only=True)
@@ -100,14 +157,24 @@ class ObserveConf:
 
 @dataclass(kw_only=True)
 class SyncConf:
-    """The group `weight_sync`: one strategy. strategy: its name, equal to the file's. preflight: what must be there."""
+    """The group `weight_sync`: one strategy. strategy: its name, equal to the file's. preflight: what must be there.
+
+    family: a name, the path of a YAML file, auto (by the HF config's architecture), or recorded: none is needed, HF tensors are
+    those that trainer ranks publish (trainer=fsdp2) and the engine's layout is recorded. engine: where its layout comes from.
+    declare: {pattern of names: derived, constant or state} for engine tensors that no plan writes and no table of ours knows.
+    """
 
     strategy: str = MISSING
     family: str = "auto"
+    engine: EngineLayout = EngineLayout.auto
+    recorded: RecordedConf = field(default_factory=RecordedConf)
     transport: TransportConf = field(default_factory=TransportConf)
     verify: VerifyConf = field(default_factory=VerifyConf)
     pause: PauseChoice = PauseChoice.auto
+    draft: DraftChoice = DraftChoice.refuse
+    declare: dict[str, str] = field(default_factory=dict)
     timeouts: TimeoutsConf = field(default_factory=TimeoutsConf)
+    failure: FailureConf = field(default_factory=FailureConf)
     costs: CostsConf = field(default_factory=CostsConf)
     budget: BudgetConf = field(default_factory=BudgetConf)
     observe: ObserveConf = field(default_factory=ObserveConf)
@@ -178,9 +245,14 @@ class RolloutConf:
 
 @dataclass(kw_only=True)
 class ModelConf:
-    """path: a HF checkpoint folder; null: make a tiny random one of `kind` and `dtype` with `sizes` on the spot."""
+    """path: a HF checkpoint folder; null: make a tiny random one of `kind` and `dtype` with `sizes` on the spot.
+
+    config: what planning reads instead of the folder's config.json: the name of a shipped config, or a path. A job that names
+    one makes no tiny model: it needs a path to run.
+    """
 
     path: str | None = None
+    config: str | None = None
     kind: str = "qwen3_moe"
     seed: int = 0
     dtype: str = "bfloat16"
@@ -196,14 +268,33 @@ class RayConf:
 
 
 @dataclass(kw_only=True)
+class PlanConf:
+    """What only planning uses. gpus_per_node: trainer ranks fill nodes in rank order, engines follow; null: hosts unknown.
+
+    step_seconds: of one step without the sync, for the sync's share of a step. microbatches, microbatch_seconds: k and T_mb of
+    the trainer, for the bubble of asynchronous training, T_sync / (k * T_mb + T_sync).
+    """
+
+    gpus_per_node: int | None = None
+    step_seconds: float | None = None
+    microbatches: int | None = None
+    microbatch_seconds: float | None = None
+
+
+@dataclass(kw_only=True)
 class JobConf:
-    """The stand-alone job of train.py: rounds of {optimizer steps, sync, generate, check}."""
+    """The stand-alone job of train.py: rounds of {optimizer steps, sync, generate, check}.
+
+    cluster: the hardware that plan and simulate predict for (a file of conf/weight_sync/cluster, or a path); a run ignores it.
+    """
 
     weight_sync: Any = None
     trainer: TrainerConf = field(default_factory=TrainerConf)
     rollout: RolloutConf = field(default_factory=RolloutConf)
     model: ModelConf = field(default_factory=ModelConf)
     ray: RayConf = field(default_factory=RayConf)
+    plan: PlanConf = field(default_factory=PlanConf)
+    cluster: str | None = None
     rounds: int = 3
     steps_per_round: int = 1
     prompts: list[list[int]] = field(default_factory=lambda: [[3, 14, 15, 92, 65], [27, 18, 28, 182]])

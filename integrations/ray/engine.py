@@ -53,17 +53,17 @@ class EngineActor:
         return "" if self._server is None else self._server.tail()
 
 
-def connect_engine(kind: str, started: Mapping[str, Any], token: str) -> Any:
-    """The RolloutEngine adapter for a server that an EngineActor started."""
+def connect_engine(kind: str, started: Mapping[str, Any], token: str, **beside: Any) -> Any:
+    """The RolloutEngine adapter for a server that an EngineActor started. beside: its draft and declare."""
     if kind == "sglang":
         from weight_sync_integrations.sglang.engine import SglangEngine
         from weight_sync_integrations.sglang.launch import WorkerAddress
 
         workers = [WorkerAddress(rank, host, port) for rank, host, port in started["workers"]]
-        return SglangEngine(started["name"], started["url"], workers, token)
+        return SglangEngine(started["name"], started["url"], workers, token, **beside)
     from weight_sync_integrations.vllm.engine import VllmEngine
 
-    return VllmEngine(started["name"], started["url"], token)
+    return VllmEngine(started["name"], started["url"], token, **beside)
 
 
 def read_config(folder: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.ids import Deadline
+from weight_sync_integrations.server import quiet_client
 from weight_sync_integrations.sglang.launch import WorkerAddress
 
 _ERRORS: dict[str, type[WeightSyncError]] = {
@@ -34,7 +35,7 @@ class Http:
 
     def __init__(self, engine: str, url: str) -> None:
         self._engine = engine
-        self._client = httpx.Client(base_url=url, trust_env=False)
+        self._client = quiet_client(url)
 
     def close(self) -> None:
         self._client.close()
@@ -78,7 +79,7 @@ class Workers:
         self.ranks = tuple(sorted(self._addresses))
         if not workers or len(self._addresses) != len(workers):
             raise RolloutError(f"engine {engine}: need one endpoint for each worker, got ranks {[w.rank for w in workers]}")
-        self._client = httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {token}"})
+        self._client = quiet_client(*(f"http://{w.host}:{w.port}" for w in workers), token=token)
         self._pool = ThreadPoolExecutor(max_workers=len(workers), thread_name_prefix=f"weight-sync-{engine}")
 
     def close(self) -> None:

@@ -2,9 +2,10 @@
 
 POST /call with header `Authorization: Bearer <token>` and JSON {"method": str, "payload": object, "seconds": number}.
 200 {"value": object} is the method's result; everything else is {"error": {"type", "message"}} with a 4xx or 5xx status.
-JSON only, nothing is unpickled; a body above MAX_BODY is refused unread; a wrong token is refused before the body is
-read. The transfer tables of a large model are tens of MB. The endpoint listens on the address it is given and on no
-other; the token crosses the wire in the clear, so that address belongs on a private network or the loopback.
+JSON only, nothing is unpickled; a body above MAX_BODY is refused unread (the transfer tables of a large model are tens of
+MB); a wrong token is refused before the body is read; a connection that says nothing for IDLE_SECONDS is closed. The endpoint
+listens on the address it is given and on no other; the token crosses the wire in the clear, so that address belongs on a
+private network or the loopback.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from weight_sync.errors import WeightSyncError
 
 MAX_BODY = 256 << 20
 """Bytes of one request."""
+
+IDLE_SECONDS = 60.0
+"""Longest pause of a caller in the middle of sending; a call that is being worked on is not bounded by it."""
 
 Serve = Callable[[str, dict[str, Any]], dict[str, Any]]
 
@@ -97,6 +101,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
+    timeout = IDLE_SECONDS
 
     def do_POST(self) -> None:
         endpoint = self.server.endpoint
@@ -116,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
             method, payload, seconds = request["method"], request["payload"], float(request["seconds"])
             if not isinstance(method, str) or not isinstance(payload, dict):
                 raise TypeError("method must be a string and payload an object")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             self._refuse(400, "BadRequest", f"{type(error).__name__}: {error}")
             return
         try:

@@ -9,8 +9,9 @@ Order of one update, and why:
     pause     SGLang answers before its schedulers have paused, so each worker is asked until all say that they are quiet.
     begin     /begin_weight_update first: it may restore packed weights, and only then do the workers check that nothing
               has moved since bind.
-    finish    workers close the session, /end_weight_update derives what depends on weights, the cache is flushed, the
-              version is written and read back, and only then do the workers record the commit.
+    finish    workers close the session and spoil what depends on weights, /end_weight_update derives it anew, workers prove
+              that (settle), the cache is flushed, the version is written and read back, and only then do the workers record
+              the commit.
     resume    needs the receipt of what the workers have recorded; nothing else continues generation.
 """
 
@@ -22,7 +23,15 @@ from typing import Any
 
 from weight_sync.errors import RolloutError, SessionError, WeightSyncError
 from weight_sync.ids import Deadline
-from weight_sync.session.contracts import EngineDescription, PauseMode, RankDescription, Receipt, describe_from_json
+from weight_sync.session.contracts import (
+    CheckStep,
+    EngineDescription,
+    PauseMode,
+    Receipt,
+    describe_from_json,
+    engine_state,
+)
+from weight_sync_integrations.inventory import DraftPolicy
 from weight_sync_integrations.sglang.client import Http, Workers
 from weight_sync_integrations.sglang.launch import WorkerAddress
 
@@ -32,11 +41,24 @@ _POLL = 0.02
 class SglangEngine:
     """One engine. Not thread-safe: one session drives it."""
 
-    def __init__(self, name: str, url: str, workers: Sequence[WorkerAddress], token: str) -> None:
-        """No request is made here. `workers`: every worker of the engine, on all its hosts (launch.Server.workers)."""
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        workers: Sequence[WorkerAddress],
+        token: str,
+        *,
+        draft: DraftPolicy = "refuse",
+        declare: Mapping[str, str] | None = None,
+    ) -> None:
+        """No request is made here. `workers`: every worker of the engine, on all its hosts (launch.Server.workers).
+
+        draft, declare: weight_sync.draft and weight_sync.declare, for the inventory that bind() makes.
+        """
         self.name = name
         self._http = Http(name, url)
         self._workers = Workers(name, workers, token)
+        self._beside = {"draft": draft, "declare": dict(declare or {})}
         self._offers: frozenset[str] | None = None
         self._mode: PauseMode | None = None
         self._verified = ""
@@ -66,7 +88,9 @@ class SglangEngine:
                 f"but endpoints of ranks {list(self._workers.ranks)} were given"
             )
         software = dict(first["software"])
-        reasons = {s["aborted"] for s in self.state(deadline).values() if s["aborted"]}
+        states = self.state(deadline)
+        answers = self._workers.all("describe", {}, deadline)
+        reasons = {s["aborted"] for s in states.values() if s["aborted"]}
         if reasons:
             software["suspended"] = "; ".join(sorted(reasons))
         return EngineDescription(
@@ -75,18 +99,28 @@ class SglangEngine:
             model=first["model"],
             sizes=sizes,
             version=self._version(deadline),
-            # Under pipeline parallelism SGLang's schedulers ignore the other two modes (read in 0.5.16 and 0.5.23).
-            pause_modes=("abort",) if sizes["pp"] > 1 else ("abort", "retract", "in_place"),
-            ranks=self._describe_ranks(deadline),
+            pause_modes=_modes(first),
+            ranks=tuple(describe_from_json(answers[rank]) for rank in self._workers.ranks),
             software=software,
+            state=engine_state(
+                self.name,
+                any(state["paused"] for state in states.values()),
+                states,
+                (answer["generation"] for answer in answers.values()),
+            ),
+            refusals=tuple(dict.fromkeys(why for identity in identities.values() for why in identity["refusals"])),
         )
+
+    def claim(self, controller: str, deadline: Deadline) -> None:
+        self._workers.all("claim", {"controller": controller}, deadline)
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Returns when every worker is quiet. Raises SessionError for a mode this engine does not keep."""
-        sizes = self._workers.all("identity", {}, deadline)[self._workers.ranks[0]]["sizes"]
-        legal: tuple[PauseMode, ...] = ("abort",) if sizes["pp"] > 1 else ("abort", "retract", "in_place")
+        identity = self._workers.all("identity", {}, deadline)[self._workers.ranks[0]]
+        sizes, legal = identity["sizes"], _modes(identity)
         if mode not in legal:
-            raise SessionError(f"engine {self.name} (pp={sizes['pp']}) cannot pause with mode {mode!r}; legal: {legal}")
+            kept = ", with a prefix cache" if identity["keeps_prefixes"] else ""
+            raise SessionError(f"engine {self.name} (pp={sizes['pp']}{kept}) cannot pause with mode {mode!r}; legal: {legal}")
         self._http.post("/pause_generation", {"mode": mode}, deadline)
         if mode == "abort" and sizes["pp"] == 1:
             # "abort" empties the engine but pauses only the front end; this makes the schedulers hold still too.
@@ -102,7 +136,7 @@ class SglangEngine:
         Writes that come from no HF tensor are in `unexplained` under "parameter <name>".
         """
         specs = {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in tensors.items()}
-        answers = self._workers.all("record", {"tensors": specs}, deadline)
+        answers = self._workers.all("record", {"tensors": specs} | self._beside, deadline)
         for answer in answers.values():
             answer["unexplained"] = {
                 entry["tensor"] or f"parameter {entry['param']}": entry["operation"] for entry in answer["inexpressible"]
@@ -112,7 +146,8 @@ class SglangEngine:
     def bind(self, tables: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         """Raises BindError with a worker's words where the plan does not fit its live parameters."""
         self._require_all_ranks("bind", tables)
-        return self._workers.each("bind", {rank: dict(table) for rank, table in tables.items()}, deadline)
+        beside = self._beside | {"update_routes": self._offers_update(deadline)}
+        return self._workers.each("bind", {rank: {**table, **beside} for rank, table in tables.items()}, deadline)
 
     def begin(self, session: str, version: int, plan: str, epochs: Mapping[int, int], deadline: Deadline) -> None:
         """Raises SessionError if pause() was not called or a worker is not quiet; RolloutError if the server refuses."""
@@ -129,8 +164,17 @@ class SglangEngine:
     def place(self, session: str, round: int, deadline: Deadline) -> None:
         self._workers.all("place", {"session": session, "round": round}, deadline)
 
-    def verify(self, session: str, deadline: Deadline) -> dict[int, list[str]]:
-        answers = self._workers.all("verify", {"session": session}, deadline)
+    def pull(self, session: str, peers: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        self._require_all_ranks("pull", peers)
+        seconds = deadline.check(f"engine {self.name}: pull")
+        payloads = {rank: {"session": session, "peer": dict(peer), "seconds": seconds} for rank, peer in peers.items()}
+        return self._workers.each("pull", payloads, deadline)
+
+    def check(self, session: str, step: CheckStep, deadline: Deadline) -> dict[int, dict[str, Any]]:
+        return self._workers.all(step, {"session": session}, deadline)
+
+    def verify(self, session: str, deadline: Deadline, digests: bool = True) -> dict[int, list[str]]:
+        answers = self._workers.all("verify", {"session": session, "digests": digests}, deadline)
         self._verified = session
         return {rank: list(answer["digests"]) for rank, answer in answers.items()}
 
@@ -146,6 +190,7 @@ class SglangEngine:
         self._workers.all("end", {"session": session}, deadline)
         if self._offers_update(deadline):
             self._http.post("/end_weight_update", {}, deadline)
+        self._workers.all("settle", {"session": session}, deadline)
         self._http.post("/flush_cache", None, deadline, also_accept=400 if self._mode == "in_place" else None)
         # SGLang's default would abort the requests that a retract or in_place pause has kept.
         self._http.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, deadline)
@@ -167,6 +212,7 @@ class SglangEngine:
                 held = "suspect weights" if state["suspect"] else f"committed {state['committed'] or 'nothing'}"
                 why = f" ({state['aborted']})" if state["aborted"] else ""
                 raise SessionError(f"engine {self.name}: receipt {want} does not fit rollout rank {rank}: {held}{why}")
+        self._workers.all("admit", {"session": receipt.session}, deadline)
         offered = "torch_empty_cache" in self._openapi(deadline)
         self._http.post("/continue_generation", {"torch_empty_cache": False} if offered else {}, deadline)
         while any(state["paused"] for state in self.state(deadline).values()):
@@ -206,14 +252,35 @@ class SglangEngine:
         """Any method of TargetAgent in every worker, with one payload for all. Replies by rank."""
         return self._workers.all(method, payload, deadline)
 
+    def inventory(self, expected: Mapping[int, Sequence[str]] | None, deadline: Deadline) -> dict[int, list[dict[str, Any]]]:
+        """For each rank, every tensor that generation depends on (inventory.Entry as a dict). Nothing is changed.
+
+        expected: for each rank the parameters that a plan writes; None: all parameters and persistent buffers.
+        """
+        common = self._beside | {"update_routes": self._offers_update(deadline)}
+        payloads = {r: common | ({} if expected is None else {"expected": list(expected[r])}) for r in self._workers.ranks}
+        return {rank: answer["entries"] for rank, answer in self._workers.each("inventory", payloads, deadline).items()}
+
     def generate(self, input_ids: Sequence[int], max_new_tokens: int, deadline: Deadline) -> list[int]:
         """Greedy continuation: exactly max_new_tokens token ids."""
+        return self.generate_stamped(input_ids, max_new_tokens, deadline)[0]
+
+    def generate_stamped(
+        self, input_ids: Sequence[int], max_new_tokens: int, deadline: Deadline
+    ) -> tuple[list[int], list[tuple[str, int, int]]]:
+        """The tokens, and (version, first token, one past last) of every stretch that one weight version sampled.
+
+        The version is the text that was stamped: "default" before the first commit. A server that does not report
+        stretches (0.5.16) gives one, with the version it held at the end.
+        """
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         answer = self._http.post("/generate", {"input_ids": list(input_ids), "sampling_params": sampling}, deadline)
         tokens = answer.get("output_ids")
         if not isinstance(tokens, list) or len(tokens) != max_new_tokens:
             raise RolloutError(f"engine {self.name}: /generate answered {answer!r}, not {max_new_tokens} output_ids")
-        return tokens
+        about = answer["meta_info"]
+        spans = about.get("weight_versions") or [{"version": about["weight_version"], "start": 0, "end": len(tokens)}]
+        return tokens, [(str(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
 
     def load_from_disk(self, path: str, deadline: Deadline) -> None:
         """Load a checkpoint folder as the server sees it, outside any session; a receipt given before is void after."""
@@ -222,10 +289,6 @@ class SglangEngine:
         self._http.post("/update_weights_from_disk", body, deadline)
 
     # -- pieces ----------------------------------------------------------------------------------------------------
-
-    def _describe_ranks(self, deadline: Deadline) -> tuple[RankDescription, ...]:
-        answers = self._workers.all("describe", {}, deadline)
-        return tuple(describe_from_json(answers[rank]) for rank in self._workers.ranks)
 
     def _version(self, deadline: Deadline) -> int:
         """-1 until a number was stamped: SGLang starts with the word "default"."""
@@ -257,3 +320,15 @@ class SglangEngine:
 
     def _offers_update(self, deadline: Deadline) -> bool:
         return {"/begin_weight_update", "/end_weight_update"} <= self._openapi(deadline)
+
+
+def _modes(identity: Mapping[str, Any]) -> tuple[PauseMode, ...]:
+    """What pause() accepts of this engine.
+
+    Schedulers of a pipeline do not look at the paused flag (read in 0.5.16 and 0.5.23), so only an emptied engine is quiet.
+    in_place leaves requests running, and then SGLang refuses to flush: KV of old weights would stay in the prefix cache, to
+    be found by requests of the new version. So it needs --disable-radix-cache.
+    """
+    if identity["sizes"]["pp"] > 1:
+        return ("abort",)
+    return ("abort", "retract") if identity["keeps_prefixes"] else ("abort", "retract", "in_place")

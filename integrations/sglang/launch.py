@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import sys
 import tempfile
 import time
@@ -24,10 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weight_sync.errors import ConfigError, DeadlineExceeded, ParallelError, RolloutError
+from weight_sync.errors import ConfigError, DeadlineExceeded, ParallelError
 from weight_sync.ids import Deadline
 from weight_sync_integrations.server import Server as ServerProcess
-from weight_sync_integrations.server import start_server
+from weight_sync_integrations.server import free_port, start_server
 from weight_sync_integrations.sglang.plugin import TOKEN_VARIABLE
 from weight_sync_integrations.sglang.worker import BIND_VARIABLE, RENDEZVOUS_VARIABLE, TRANSPORT_VARIABLE
 
@@ -224,24 +223,3 @@ def _announced(process: ServerProcess, folder: Path, world: int, deadline: Deadl
                 f"excluded by SGLANG_PLUGINS? The log {process.log} ends:\n{process.tail()}"
             )
         time.sleep(0.1)
-
-
-def free_port(host: str) -> int:
-    """A port that is free now and that the kernel will not give away while a server takes a minute to come up.
-
-    Ports of outgoing connections and of listeners that ask for any port come from the ephemeral range; this one lies
-    below it. Raises RolloutError when a hundred random ones are all taken.
-    """
-    lowest_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    low = max(1024, lowest_ephemeral - 12_000)
-    for _ in range(100):
-        # SGLang takes further ports up to about a thousand above this one.
-        port = low + secrets.randbelow(max(1, lowest_ephemeral - 1_100 - low))
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue  # taken: draw another
-            return port
-    raise RolloutError(f"no free port on {host} below {lowest_ephemeral}; give ServerSpec.port")

@@ -57,8 +57,8 @@ class Replica:
     context: Any
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name, as worker.live_tensors lists them for a server."""
-        from weight_sync_integrations.sglang.worker import live_tensors
+        """Parameters and buffers by name, as tensors.live_tensors lists them for a server."""
+        from weight_sync_integrations.sglang.tensors import live_tensors
 
         return live_tensors([("target", self.model)])
 

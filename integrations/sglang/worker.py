@@ -19,11 +19,12 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weight_sync.errors import ConfigError, SessionError
+from weight_sync.errors import BindError, ConfigError, SessionError
+from weight_sync_integrations.inventory import Inventory, Policy, plain
+from weight_sync_integrations.sglang import tensors as known
 from weight_sync_integrations.sglang.endpoint import WorkerEndpoint
 from weight_sync_integrations.sglang.plugin import TOKEN_VARIABLE
 
@@ -40,7 +41,7 @@ TRANSPORT_VARIABLE = "WEIGHT_SYNC_TRANSPORT"
 """JSON {"name": a registered transport, further keys: its options}; absent when only describe and record are wanted."""
 
 _SIZES = ("tp", "pp", "attn_tp", "attn_dp", "moe_ep", "moe_tp")
-_NEED_QUIET = frozenset({"begin", "place", "verify", "end"})
+_NEED_QUIET = frozenset({"begin", "place", "pull", "verify", "snapshot", "scramble", "compare", "end", "settle"})
 _PAUSED_WAIT = 0.002  # seconds a paused scheduler waits for a call instead of spinning
 
 
@@ -55,6 +56,8 @@ class Worker:
         self._session = ""
         self._committed: dict[str, Any] | None = None
         self._agent: Any = None
+        self._inventory: Inventory | None = None
+        self._planned: frozenset[str] | None = None
         self._endpoint = WorkerEndpoint(_variable(TOKEN_VARIABLE), os.environ.get(BIND_VARIABLE, "127.0.0.1"), self._serve_one)
         self._relaxed = scheduler.device == "cpu"
 
@@ -80,7 +83,8 @@ class Worker:
         if method in _NEED_QUIET:
             self._require_quiet(method)
         own = {"state": self.state, "identity": self.identity, "record": self.record, "commit": self.commit}
-        own |= {"abort": self.abort, "begin": self.begin, "forget": self.forget}
+        own |= {"abort": self.abort, "begin": self.begin, "forget": self.forget, "bind": self.bind, "end": self.end}
+        own |= {"settle": self.settle, "inventory": self.inventory}
         if method in own:
             return own[method](payload)
         return self.agent().call(method, payload)
@@ -100,8 +104,12 @@ class Worker:
         return self._agent
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Live parameters and weight buffers by name."""
-        return live_tensors(self._models())
+        """Live parameters and weight buffers by name: those of the plan once one is bound, else all of the target's."""
+        if self._planned is not None:
+            return {
+                name: t for name, t in known.live_tensors(known.models_of(self._scheduler)).items() if name in self._planned
+            }
+        return known.live_tensors(known.models_of(self._scheduler)[:1])
 
     def state(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Where this worker stands. quiet: no forward pass can run until the engine is told to continue."""
@@ -126,9 +134,67 @@ class Worker:
             "model": self._model_config(),
             "coords": self._coords,
             "sizes": self._sizes,
-            "aliases": live_aliases(self._models()),
+            "aliases": known.live_aliases(known.models_of(self._scheduler)),
+            "drafts": [role for role, _ in known.models_of(self._scheduler)[1:]],
+            "refusals": known.refusals(self._scheduler),
+            "keeps_prefixes": known.keeps_prefixes(self._scheduler),
             "software": {name: version(name) for name in ("sglang", "torch")},
         }
+
+    def inventory(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """{"expected": names that the plan writes, "draft", "declare", "update_routes"} -> {"entries": Entry as a dict}.
+
+        expected may be left out: then every parameter and persistent buffer of the target counts as planned.
+        """
+        return {"entries": [plain(entry) for entry in self._judged(payload).entries]}
+
+    def _judged(self, payload: dict[str, Any]) -> Inventory:
+        models = known.models_of(self._scheduler)
+        expected = payload.get("expected")
+        live = known.live_tensors(models if expected is not None else models[:1])
+        planned = live.values() if expected is None else [live[name] for name in expected if name in live]
+        policy = Policy(
+            known.RULES,
+            payload.get("draft", "refuse"),
+            payload.get("declare", {}),
+            known.RECOMPUTES if payload.get("update_routes", True) else None,
+        )
+        where = f"rollout rank {self._coords['rank']}"
+        return Inventory(lambda: known.find_all(known.models_of(self._scheduler)), planned, policy, where)
+
+    def bind(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """The agent's bind, once every tensor is accounted for. payload: a target_table, and what inventory() takes."""
+        if reasons := known.refusals(self._scheduler):
+            raise BindError(f"rollout rank {self._coords['rank']}: {'; '.join(reasons)}")
+        inventory = self._judged(payload)
+        inventory.require_all()
+        before = self._planned
+        self._planned = frozenset(payload["expected"])
+        try:
+            answer = self.agent().call("bind", payload)
+        except BaseException:
+            self._planned = before
+            raise
+        inventory.seal()
+        self._inventory = inventory
+        return answer
+
+    def end(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """The session's bytes are verified: derived tensors are spoilt, so that the engine has to make them anew."""
+        answer = self.agent().call("end", payload)
+        self._bound_inventory().spoil()
+        return answer
+
+    def settle(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """After the engine's post-processing, before the commit: {"proven": {class: tensors}}. VerifyError when not right."""
+        if payload["session"] != self._session:
+            raise SessionError(f"settle of session {payload['session']!r} while {self._session or 'none'!r} is open")
+        return {"proven": self._bound_inventory().check()}
+
+    def _bound_inventory(self) -> Inventory:
+        if self._inventory is None:
+            raise SessionError(f"rollout rank {self._coords['rank']}: no plan is bound")
+        return self._inventory
 
     def begin(self, payload: dict[str, Any]) -> dict[str, Any]:
         """From here on bytes may change under us, so the weights are suspect until commit()."""
@@ -157,27 +223,20 @@ class Worker:
         return self.state({})
 
     def record(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Dry run of the model's own load_weights. payload: {"tensors": {HF name: {"shape", "dtype"}}}.
+        """Dry run of the models' own load_weights. payload: {"tensors": {HF name: {"shape", "dtype"}}, "draft"}.
 
-        Answers the fields of recorder.Recording. Changes nothing, and is allowed while the engine serves: it runs
-        between two steps.
+        Answers the fields of recorder.Recording; drafts are in it where they are synced (draft "sync"). Changes nothing, and
+        is allowed while the engine serves: it runs between two steps.
         """
         import dataclasses
 
         import torch
 
-        from weight_sync_integrations.recorder import record
+        from weight_sync_integrations.recorder_roles import record_roles
 
         specs = {n: (tuple(t["shape"]), getattr(torch, t["dtype"])) for n, t in payload["tensors"].items()}
-        model = dict(self._models())["target"]
-
-        def load(weights: Any) -> None:
-            # What it derives from parameters (absorbed MLA matrices) is not part of where HF tensors go.
-            if hasattr(model, "post_load_weights"):
-                model.post_load_weights = lambda *args, **kwargs: None
-            model.load_weights(weights)
-
-        return dataclasses.asdict(record(model, specs, load))
+        models = known.models_of(self._scheduler)[: None if payload.get("draft") == "sync" else 1]
+        return dataclasses.asdict(record_roles(models, specs, known.loader))
 
     # -- the engine around us --------------------------------------------------------------------------------------
 
@@ -201,78 +260,11 @@ class Worker:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # an in_place pause may leave the last launched batch running on the GPU
 
-    def _models(self) -> list[tuple[str, torch.nn.Module]]:
-        """(role, model) of every model with weights in this process: the target and, if any, drafts."""
-        scheduler = self._scheduler
-        models = [("target", scheduler.tp_worker.model_runner.model)]
-        draft = scheduler.draft_worker
-        if draft is None:
-            return models
-        if hasattr(draft, "weight_update_runners"):
-            runners = draft.weight_update_runners()
-        else:  # SGLang 0.5.16
-            from sglang.srt.managers.scheduler_components.weight_updater import _get_draft_model_runner
-
-            runner = _get_draft_model_runner(draft)
-            runners = [] if runner is None else [("draft", runner)]
-        return models + [(f"draft{i}" if i else "draft", runner.model) for i, (_, runner) in enumerate(runners)]
-
     def _model_config(self) -> dict[str, Any]:
         """config.json as the checkpoint has it; transformers' reading of it where the model came from elsewhere."""
         config = self._scheduler.model_config
         file = Path(config.model_path) / "config.json"
         return json.loads(file.read_text()) if file.is_file() else json.loads(config.hf_config.to_json_string())
-
-
-def live_tensors(models: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, those of drafts prefixed with their role. One memory region has one name."""
-    return _walk(models)[0]
-
-
-def live_aliases(models: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, list[str]]:
-    """Other names of the tensors in live_tensors(): tied weights and what a draft shares with its target."""
-    return _walk(models)[1]
-
-
-def _walk(models: Iterable[tuple[str, torch.nn.Module]]) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: dict[str, list[str]] = {}
-    first: dict[tuple[Any, ...], str] = {}
-    for role, model in models:
-        prefix = "" if role == "target" else f"{role}."
-        paths = _paths(model)
-        for module, names in paths.items():
-            own = [*module._parameters.items()]
-            # Buffers that no checkpoint has (rotary tables) are not weights.
-            own += [pair for pair in module._buffers.items() if pair[0] not in module._non_persistent_buffers_set]
-            for leaf, tensor in own:
-                if tensor is None or tensor.numel() == 0:
-                    continue
-                storage = tensor.untyped_storage()._cdata
-                key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-                for path in names:
-                    name = prefix + (f"{path}.{leaf}" if path else leaf)
-                    known = first.setdefault(key, name)
-                    if known == name:
-                        tensors[name] = tensor.detach()
-                    else:
-                        aliases.setdefault(known, []).append(name)
-    return tensors, aliases
-
-
-def _paths(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
-    """Every module with the paths by which its parents hold it, in named_modules() order.
-
-    SGLang's layers refer to their neighbours' modules, so walking all paths would take exponentially long.
-    """
-    first = {module: path for path, module in model.named_modules()}
-    paths = {module: [path] for module, path in first.items()}
-    for parent, path in first.items():
-        for name, child in parent._modules.items():
-            here = f"{path}.{name}" if path else name
-            if child is not None and here != first[child]:
-                paths[child].append(here)
-    return paths
 
 
 def _placement() -> tuple[dict[str, int], dict[str, int]]:

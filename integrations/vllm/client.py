@@ -19,6 +19,7 @@ from weight_sync.errors import (
     listed,
 )
 from weight_sync.ids import Deadline
+from weight_sync_integrations.server import quiet_client
 
 _SHOWN = 2000
 _ERRORS: dict[str, type[WeightSyncError]] = {
@@ -36,7 +37,7 @@ class Client:
         self._engine = engine
         self._url = url.rstrip("/")
         self._token = token
-        self._client = httpx.Client(base_url=self._url, trust_env=False)
+        self._client = quiet_client(self._url)
 
     def close(self) -> None:
         self._client.close()

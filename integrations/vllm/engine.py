@@ -8,8 +8,11 @@ What happens on the server at each verb (routes need VLLM_SERVER_DEV_MODE=1; see
     pause      /pause?mode=..., confirmed by /is_paused
     begin      /start_weight_update (the workers' own record that an update is active), then every worker: begin
     place      every worker: place
+    pull       every worker: pull
+    check      every worker: snapshot, scramble or compare
     verify     every worker: verify
-    finish     every worker: end; /finish_weight_update {weight_version}; /reset_prefix_cache; version read back;
+    finish     every worker: end (derive anew what depends on weights, prove the rest untouched); /reset_prefix_cache;
+               /finish_weight_update {weight_version}; version read back;
                only then every worker: commit
     resume     needs the receipt of what the workers have committed; /resume, confirmed by /is_paused
     abort      every worker: abort; /finish_weight_update without a version; the engine stays paused
@@ -25,7 +28,15 @@ from typing import Any
 
 from weight_sync.errors import BindError, RolloutError, SessionError, listed
 from weight_sync.ids import Deadline
-from weight_sync.session.contracts import EngineDescription, PauseMode, Receipt, describe_from_json
+from weight_sync.session.contracts import (
+    CheckStep,
+    EngineDescription,
+    PauseMode,
+    Receipt,
+    describe_from_json,
+    engine_state,
+)
+from weight_sync_integrations.inventory import DraftPolicy
 from weight_sync_integrations.vllm.client import Client
 
 _VLLM_MODE: dict[PauseMode, str] = {"abort": "abort", "wait": "wait", "retract": "keep", "keep": "keep"}
@@ -41,10 +52,13 @@ class VllmEngine:
     name: how messages and receipts call it. url: of the server. token: the job's secret the server was started with.
     """
 
-    def __init__(self, name: str, url: str, token: str) -> None:
-        """No request is made here."""
+    def __init__(
+        self, name: str, url: str, token: str, *, draft: DraftPolicy = "refuse", declare: Mapping[str, str] | None = None
+    ) -> None:
+        """No request is made here. draft, declare: weight_sync.draft and .declare, for the inventory that bind() makes."""
         self.name = name
         self._http = Client(name, url, token)
+        self._beside = {"draft": draft, "declare": dict(declare or {})}
         self._verified = ""
 
     def close(self) -> None:
@@ -85,7 +99,17 @@ class VllmEngine:
             pause_modes=PAUSE_MODES,
             ranks=tuple(describe_from_json(replies[rank]) for rank in range(world)),
             software=software,
+            state=engine_state(
+                self.name,
+                self.is_paused(deadline),
+                {rank: reply["state"] for rank, reply in replies.items()},
+                (reply["generation"] for reply in replies.values()),
+            ),
+            refusals=tuple(dict.fromkeys(why for reply in replies.values() for why in reply["refusals"])),
         )
+
+    def claim(self, controller: str, deadline: Deadline) -> None:
+        self._http.workers("claim", {"controller": controller}, deadline)
 
     def record(self, tensors: Mapping[str, tuple[list[int], str]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         """The second witness, for each rank: the fields of recorder.Recording, and `unexplained` by HF name.
@@ -93,7 +117,7 @@ class VllmEngine:
         Writes that come from no HF tensor are in `unexplained` under "parameter <name>".
         """
         plain = {name: [list(shape), dtype] for name, (shape, dtype) in tensors.items()}
-        replies = self._http.workers("record", {"tensors": plain}, deadline)
+        replies = self._http.workers("record", {"tensors": plain} | self._beside, deadline)
         for reply in replies.values():
             reply["unexplained"] = {
                 entry["tensor"] or f"parameter {entry['param']}": entry["operation"] for entry in reply["inexpressible"]
@@ -102,13 +126,14 @@ class VllmEngine:
 
     def bind(self, tables: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         """Raises BindError with the workers' words where the plan does not fit their live parameters."""
-        return self._each("bind", {}, tables, deadline)
+        return self._each("bind", self._beside, tables, deadline)
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Returns when nothing runs. Raises SessionError for a mode vLLM does not have."""
         if mode not in _VLLM_MODE:
             raise SessionError(f"engine {self.name} cannot pause with mode {mode!r}; legal: {PAUSE_MODES}")
-        self._http.post("/pause", deadline, mode=_VLLM_MODE[mode])
+        # clear_cache: nothing is certain yet; an update that is given up must not have cost the cache.
+        self._http.post("/pause", deadline, mode=_VLLM_MODE[mode], clear_cache=False)
         if not self.is_paused(deadline):
             raise RolloutError(f"engine {self.name}: answered /pause with success, but is not paused")
         self._verified = ""
@@ -130,8 +155,20 @@ class VllmEngine:
     def place(self, session: str, round: int, deadline: Deadline) -> None:
         self._http.workers("place", {"session": session, "round": round}, deadline)
 
-    def verify(self, session: str, deadline: Deadline) -> dict[int, list[str]]:
-        replies = self._http.workers("verify", {"session": session}, deadline)
+    def pull(self, session: str, peers: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        seconds = deadline.check(f"engine {self.name}: pull")
+        return self._each(
+            "pull",
+            {"session": session, "seconds": seconds},
+            {rank: {"peer": dict(peer)} for rank, peer in peers.items()},
+            deadline,
+        )
+
+    def check(self, session: str, step: CheckStep, deadline: Deadline) -> dict[int, dict[str, Any]]:
+        return self._http.workers(step, {"session": session}, deadline)
+
+    def verify(self, session: str, deadline: Deadline, digests: bool = True) -> dict[int, list[str]]:
+        replies = self._http.workers("verify", {"session": session, "digests": digests}, deadline)
         self._verified = session
         return {rank: list(reply["digests"]) for rank, reply in replies.items()}
 
@@ -142,8 +179,9 @@ class VllmEngine:
         if not self.is_paused(deadline):
             raise SessionError(f"engine {self.name}: finish() needs a paused engine; somebody resumed it during the session")
         self._http.workers("end", {"session": session}, deadline)
+        # First the cache: no token may ever carry the new version and come from the old weights' KV.
+        self._clear_cache(f"writing version {version}", deadline)
         self._http.post("/finish_weight_update", deadline, {"weight_version": str(version)})
-        self._clear_cache(f"version {version}", deadline)
         found = self.version(deadline)
         if found != version:
             raise RolloutError(f"engine {self.name}: version {version} was set, /weight_info says {found}")
@@ -161,6 +199,7 @@ class VllmEngine:
                 held = "suspect weights" if state["suspect"] else f"committed {state['committed'] or 'nothing'}"
                 why = f" ({state['aborted']})" if state["aborted"] else ""
                 raise SessionError(f"engine {self.name}: receipt {want} does not fit rollout rank {rank}: {held}{why}")
+        self._http.workers("admit", {"session": receipt.session}, deadline)
         self._http.post("/resume", deadline)
         if self.is_paused(deadline):
             raise RolloutError(f"engine {self.name}: answered /resume with success, but is still paused")
@@ -185,16 +224,34 @@ class VllmEngine:
         """For each rank, other names of live tensors that describe() lists once: alias -> listed name (tied weights)."""
         return {rank: reply["aliases"] for rank, reply in self._http.workers("describe", {}, deadline).items()}
 
+    def inventory(self, expected: Mapping[int, Sequence[str]] | None, deadline: Deadline) -> dict[int, list[dict[str, Any]]]:
+        """For each rank, every tensor that generation depends on (inventory.Entry as a dict). Nothing is changed.
+
+        expected: for each rank the parameters that a plan writes; None: all parameters and persistent buffers.
+        """
+        by_rank = None if expected is None else {rank: {"expected": list(names)} for rank, names in expected.items()}
+        replies = self._http.workers("inventory", self._beside, deadline, by_rank)
+        return {rank: reply["entries"] for rank, reply in replies.items()}
+
     def generate(self, input_ids: Sequence[int], max_new_tokens: int, deadline: Deadline) -> list[int]:
         """Greedy continuation: exactly max_new_tokens token ids."""
+        return self.generate_stamped(input_ids, max_new_tokens, deadline)[0]
+
+    def generate_stamped(
+        self, input_ids: Sequence[int], max_new_tokens: int, deadline: Deadline
+    ) -> tuple[list[int], list[tuple[str, int, int]]]:
+        """The tokens, and (version, first token, one past last) of every stretch that one weight version sampled.
+
+        The version is the text that was stamped: "default" before the first commit.
+        """
         sampling = {"temperature": 0, "max_tokens": max_new_tokens, "ignore_eos": True, "detokenize": False}
         body = {"token_ids": list(input_ids), "sampling_params": sampling}
-        answer = self._http.post("/inference/v1/generate", deadline, body)
-        tokens = list(answer["choices"][0]["token_ids"])
+        (choice,) = self._http.post("/inference/v1/generate", deadline, body)["choices"]
+        tokens = list(choice["token_ids"])
         if len(tokens) != max_new_tokens:
-            reason = answer["choices"][0].get("finish_reason")
+            reason = choice.get("finish_reason")
             raise RolloutError(f"engine {self.name}: /inference/v1/generate gave {len(tokens)} of {max_new_tokens}: {reason}")
-        return tokens
+        return tokens, [(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice["weight_versions"]]
 
     def load_from_disk(self, path: str, deadline: Deadline) -> None:
         """Load a checkpoint folder through the model's own load_weights: the reference a sync is compared with.
@@ -234,10 +291,14 @@ class VllmEngine:
         return self._http.workers(method, payload, deadline, by_rank)
 
     def _clear_cache(self, after: str, deadline: Deadline) -> None:
-        # Neither a weight update nor a new version touches the prefix cache, whose KV is of the old weights.
-        cleared = self._http.post("/reset_prefix_cache", deadline, reset_running_requests=True)
+        # Neither a weight update nor a new version touches the prefix cache, whose KV is of the old weights; nor what an
+        # encoder made of images, nor what a KV connector keeps elsewhere (vLLM refuses to reset one that is not there).
+        external = any(state["kv_connector"] for state in self.state(deadline).values())
+        parameters = {"reset_running_requests": True} | ({"reset_external": True} if external else {})
+        cleared = self._http.post("/reset_prefix_cache", deadline, **parameters)
         if not cleared.get("success"):
             raise RolloutError(
-                f"engine {self.name}: /reset_prefix_cache after {after} did not clear it: blocks are still in use; "
-                "new requests would continue from the old weights' KV"
+                f"engine {self.name}: /reset_prefix_cache after {after} did not clear it: blocks are still in use, or the KV "
+                "connector refused; new requests would continue from the old weights' KV"
             )
+        self._http.post("/reset_encoder_cache", deadline)

@@ -11,7 +11,6 @@ authentication of their own: whoever reaches the port can pause the engine. Bind
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 
 from weight_sync.errors import ConfigError, ParallelError
 from weight_sync.ids import Deadline
-from weight_sync_integrations.server import Server, start_server
+from weight_sync_integrations.server import Server, free_port, start_server
 from weight_sync_integrations.vllm.plugin import BACKEND, TOKEN_VARIABLE
 
 EXTENSION = "weight_sync_integrations.vllm.worker.WeightSyncWorkerExtension"
@@ -127,12 +126,6 @@ def environment(spec: ServerSpec) -> dict[str, str]:
 
 def start(spec: ServerSpec, deadline: Deadline) -> Server:
     """Start the server and wait until it is healthy. Raises what start_server raises; nothing is left running then."""
-    port = spec.port if spec.port is not None else _free_port(spec.host)
+    port = spec.port if spec.port is not None else free_port(spec.host)
     url = f"http://{spec.host}:{port}"
     return start_server(spec.name, url, command(spec, port), environment(spec), Path(spec.log), "/health", deadline)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

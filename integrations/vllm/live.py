@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from weight_sync.errors import ConfigError
+from weight_sync_integrations.fingerprint import fingerprint
+from weight_sync_integrations.vllm.tensors import derived
 
 if TYPE_CHECKING:
     import torch
 
 # Attention registers these as persistent buffers. They are constants unless the KV cache itself is quantised.
 _RUNTIME_BUFFERS = frozenset({"_k_scale", "_v_scale", "_q_scale", "_prob_scale"})
-_CHUNK = 1 << 22  # 64-bit words digested at once: bounds the temporary memory to 64 MiB
 _MARK = "weight_sync_watch"
 
 
@@ -29,7 +30,8 @@ _MARK = "weight_sync_watch"
 class Live:
     """The weights of one process.
 
-    tensors: parameters and persistent buffers by vLLM's name; one name for each piece of memory.
+    tensors: parameters and persistent buffers by vLLM's name; one name for each piece of memory. Without those that a sync
+    derives anew (tensors.py).
     aliases: other names of the same memory (tied embeddings) -> the name in `tensors`.
     not_writable: name -> why writing it in place would not change, or would corrupt, what the engine computes.
     """
@@ -84,7 +86,10 @@ def inspect(model: torch.nn.Module) -> Live:
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = {}
+    made = derived(model)
     for name, tensor in weights(model):
+        if name in made:
+            continue
         place = (tensor.data_ptr(), tensor.nbytes, tuple(tensor.shape), tensor.stride())
         if tensor.numel() and place in seen:
             aliases[name] = seen[place]
@@ -119,7 +124,8 @@ def _compare(model: torch.nn.Module, loaded: dict[str, int], private: set[int]) 
     """Reasons by name, after post-processing."""
     reasons: dict[str, str] = {}
     online = _online_quantised(model)
-    now = dict(weights(model))
+    made = derived(model)
+    now = {name: tensor for name, tensor in weights(model) if name not in made}
     for name in loaded.keys() - now.keys():
         reasons[name] = "post-processing removed it: the kernel uses something made from it"
     for name, tensor in now.items():
@@ -133,6 +139,8 @@ def _compare(model: torch.nn.Module, loaded: dict[str, int], private: set[int]) 
             reasons[name] = "it is quantised by vLLM while loading: its bytes are not the checkpoint's"
     memory = {tensor.untyped_storage().data_ptr() for tensor in now.values()}
     for owner, tensor in _private_tensors(model):
+        if owner in made:
+            continue
         # A floating-point tensor that appeared during post-processing and shares no weight's memory was computed from
         # weights (MLA's absorbed projections of a quantised model, a split router weight): a raw write leaves it stale.
         if id(tensor) in private or not tensor.is_floating_point() or tensor.numel() < 2:
@@ -167,31 +175,3 @@ def _online_quantised(model: torch.nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if name and getattr(getattr(module, "quant_method", None), "uses_meta_device", False)
     ]
-
-
-def fingerprint(tensor: torch.Tensor) -> int:
-    """A 64-bit sum over bytes that depends on each word's position, and on shape and dtype. Runs where the tensor is."""
-    import torch
-
-    shape = hash((tuple(tensor.shape), str(tensor.dtype)))
-    if tensor.is_meta or tensor.numel() == 0:
-        return shape
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    if data.storage_offset() % 8 or data.data_ptr() % 8:
-        data = data.clone()
-    words, rest = data[:whole].view(torch.int64), data[whole:].to(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK]
-        total += (part * _weights(start, part)).sum()
-    total += (rest * _weights(words.numel(), rest)).sum()
-    return hash((int(total), shape))
-
-
-def _weights(start: int, part: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    # Odd multipliers, different for every position; products and sums wrap around at 64 bits.
-    positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=part.device)
-    return positions * -7046029254386353131 * 2 + 1  # 2**64 / golden ratio, as a signed number

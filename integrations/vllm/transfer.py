@@ -22,7 +22,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from weight_sync_integrations.vllm import live
+from weight_sync_integrations.inventory import Inventory
+from weight_sync_integrations.vllm.tensors import live_tensors, models_of
 
 
 @dataclass
@@ -51,18 +52,21 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.suspect = False
         self.aborted = ""
         self.committed: dict[str, Any] | None = None
+        # Of the last bind: the parameters that its plan writes, and every other tensor with its proof.
+        self.planned: frozenset[str] | None = None
+        self.inventory: Inventory | None = None
 
-    def agent(self, rank: int) -> Any:
-        """This worker's TargetAgent, made at the first call. rank: the worker's rank in its engine."""
+    def agent(self, worker: Any) -> Any:
+        """This worker's TargetAgent, made at the first call. worker: vLLM's worker, which owns this engine."""
         if self._agent is None:
             from weight_sync.session.target import TargetAgent
             from weight_sync_integrations.vllm.transport import open_transport
 
             self._agent = TargetAgent(
-                rank=rank,
+                rank=worker.rank,
                 host=socket.gethostname(),
                 coords=coords(self.model, self.vllm_config),
-                tensors=lambda: live.inspect(self.model).tensors,
+                tensors=lambda: live_tensors(models_of(worker), self.planned),
                 transport=open_transport,
             )
         return self._agent

@@ -14,7 +14,7 @@ It never raises. collective_rpc stops reading replies at the first rank that rai
 then be taken for the answer to the next call (MultiprocExecutor.collective_rpc in 0.32.0).
 
 Methods: those of the TargetAgent (bind, begin, place, verify, end, abort, describe), some with additions of ours; and
-state, commit, record, load.
+state, commit, record, load, inventory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ import traceback
 from typing import Any
 
 from weight_sync.errors import BindError, RolloutError, SessionError, WeightSyncError, listed
+from weight_sync_integrations.inventory import Inventory, Policy, plain
+from weight_sync_integrations.vllm import tensors
 from weight_sync_integrations.vllm.plugin import BACKEND, TOKEN_VARIABLE
+
+MAX_REQUEST = 256 << 20
+"""Characters of one request: the transfer tables of a large model are tens of MB. vLLM's own server bounds nothing."""
 
 
 class WeightSyncWorkerExtension:
@@ -37,6 +42,8 @@ class WeightSyncWorkerExtension:
         rank = getattr(self, "rank", -1)
         try:
             _check_token(token)
+            if len(request) > MAX_REQUEST:
+                raise RolloutError(f"a request of {len(request)} characters; at most {MAX_REQUEST} are accepted")
             message = json.loads(request)
             payload = {**message.get("payload", {}), **message.get("by_rank", {}).get(str(rank), {})}
             reply = _answer(self, message["method"], payload)
@@ -71,7 +78,10 @@ def _answer(worker: Any, method: str, payload: dict[str, Any]) -> dict[str, Any]
         "describe": _describe,
         "record": _record,
         "state": _state,
+        "inventory": _inventory,
+        "bind": _bind,
         "begin": _begin,
+        "end": _end,
         "commit": _commit,
         "abort": _abort,
         "load": _load,
@@ -79,7 +89,7 @@ def _answer(worker: Any, method: str, payload: dict[str, Any]) -> dict[str, Any]
     with set_current_vllm_config(worker.vllm_config):
         if method in own:
             return own[method](worker, payload)
-        return _engine(worker).agent(worker.rank).call(method, payload)
+        return _engine(worker).agent(worker).call(method, payload)
 
 
 def _state(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
@@ -87,6 +97,7 @@ def _state(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     engine = _engine(worker)
     return {
         "update_active": bool(worker._weight_update_active),
+        "kv_connector": worker.vllm_config.kv_transfer_config is not None,
         "session": engine.session,
         "suspect": engine.suspect,
         "aborted": engine.aborted,
@@ -94,10 +105,65 @@ def _state(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _inventory(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
+    """{"expected": names that the plan writes, "draft", "declare"} -> {"entries": Entry as a dict}.
+
+    expected may be left out: then every parameter and persistent buffer of the target counts as planned.
+    """
+    return {"entries": [plain(entry) for entry in _judged(worker, payload).entries]}
+
+
+def _judged(worker: Any, payload: dict[str, Any]) -> Inventory:
+    expected = payload.get("expected")
+    planned = tensors.live_tensors(tensors.models_of(worker), None if expected is None else frozenset(expected))
+    policy = Policy(tensors.RULES, payload.get("draft", "refuse"), payload.get("declare", {}), tensors.RECOMPUTES)
+    where = f"rollout rank {worker.rank}"
+    return Inventory(lambda: tensors.find_all(tensors.models_of(worker)), planned.values(), policy, where)
+
+
+def _bind(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
+    """The agent's bind, once every tensor is accounted for. payload: a target_table, and what inventory takes."""
+    from weight_sync_integrations.vllm import live
+
+    engine = _engine(worker)
+    if reasons := tensors.refusals(worker):
+        raise BindError(f"rollout rank {worker.rank}: {'; '.join(reasons)}")
+    for role, model in tensors.models_of(worker)[1:]:
+        stuck = {f"{role}.{name}": why for name, why in live.inspect(model).not_writable.items()}
+        if planned := sorted(stuck.keys() & set(payload["expected"])):
+            raise BindError(f"rollout rank {worker.rank}: {listed(f'{name}: {stuck[name]}' for name in planned)}")
+    inventory = _judged(worker, payload)
+    inventory.require_all()
+    before, engine.planned = engine.planned, frozenset(payload["expected"])
+    try:
+        answer = engine.agent(worker).call("bind", payload)
+    except BaseException:
+        engine.planned = before
+        raise
+    inventory.seal()
+    engine.inventory = inventory
+    return answer
+
+
+def _end(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
+    """The session's bytes are verified: derived tensors are made anew, and all that is due is proven. -> {"proven": ...}.
+
+    Raises VerifyError when a constant or frozen tensor has changed, or a derived one was not recomputed.
+    """
+    engine = _engine(worker)
+    engine.agent(worker).call("end", payload)
+    if engine.inventory is None:
+        raise SessionError(f"rollout rank {worker.rank}: no plan is bound")
+    engine.inventory.spoil()
+    dtype = worker.vllm_config.model_config.dtype
+    tensors.recompute(tensors.models_of(worker), engine.inventory.names("derived"), dtype)
+    return {"proven": engine.inventory.check()}
+
+
 def _begin(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     """From here on bytes may change under us, so the weights are suspect until commit."""
     engine = _engine(worker)
-    answer = engine.agent(worker.rank).call("begin", payload)
+    answer = engine.agent(worker).call("begin", payload)
     engine.suspect, engine.session, engine.aborted, engine.committed = True, payload["session"], "", None
     return answer
 
@@ -115,7 +181,7 @@ def _commit(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
 def _abort(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     """The session {session, reason} is over without commit. Suspect weights stay suspect."""
     engine = _engine(worker)
-    engine.agent(worker.rank).call("abort", payload)  # closes the transport: what is still under way cannot land any more
+    engine.agent(worker).call("abort", payload)  # closes the transport: what is still under way cannot land any more
     engine.session, engine.aborted = "", payload["reason"]
     return _state(worker, {})
 
@@ -123,7 +189,8 @@ def _abort(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
 def _record(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     from weight_sync_integrations.vllm.record import record
 
-    return record(_model(worker), payload)
+    models = tensors.models_of(worker)
+    return record(models if payload.get("draft") == "sync" else models[:1], payload)
 
 
 def _model(worker: Any) -> Any:
@@ -157,7 +224,7 @@ def _describe(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
 
     model = _model(worker)
     found = live.inspect(model)
-    reply = dict(_engine(worker).agent(worker.rank).call("describe", payload))
+    reply = dict(_engine(worker).agent(worker).call("describe", payload))
     config = worker.vllm_config.model_config.hf_text_config
     parallel = worker.vllm_config.parallel_config
     reply |= {
@@ -167,6 +234,8 @@ def _describe(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
         "model": json.loads(config.to_json_string(use_diff=False)),
         "software": {"vllm": vllm.__version__, "torch": torch.__version__, "device": worker.device.type},
         "layers": list(_stage_layers(worker)),
+        "drafts": [role for role, _ in tensors.models_of(worker)[1:]],
+        "refusals": tensors.refusals(worker),
         "internal_dp": parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb,
         "state": _state(worker, {}),
     }

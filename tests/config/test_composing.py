@@ -82,7 +82,7 @@ def test_an_unknown_key_comes_with_the_nearest_known_one() -> None:
         ("weight_sync.verify.witness=maybe", "is not a valid bool"),
         ("weight_sync.transport.options=3", "Cannot assign int to Dict"),
         ("weight_sync.pause=later", "expected one of [auto, abort, retract, in_place, wait, keep]"),
-        ("weight_sync.verify.level=off", "expected one of [digest]"),
+        ("weight_sync.verify.level=none", "expected one of [off, digest, full, check_weight_equal]"),
         ("weight_sync.observe.wandb=yes", "expected one of [auto, offline, online, disabled]"),
         ("weight_sync.observe.keys=mine", "expected one of [plain, verl, miles]"),
         ("rollout.placement.num_cpus=many", "could not be converted to Float"),

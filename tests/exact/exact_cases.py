@@ -13,10 +13,21 @@ TRAINER_WORLD = 4
 
 @dataclass(frozen=True)
 class Model:
-    """A tiny checkpoint: kind and sizes as make_checkpoint() takes them."""
+    """A tiny checkpoint: kind and sizes as make_checkpoint() takes them.
+
+    named: its family, where that is not the kind. still: endings of the tensors that an optimiser step leaves as they are.
+    symbols: of the rollout's layout, by kind of engine.
+    """
 
     kind: str
     sizes: Mapping[str, Any]
+    named: str = ""
+    still: tuple[str, ...] = ()
+    symbols: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @property
+    def family(self) -> str:
+        return self.named or self.kind
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,16 @@ class Engine:
         return {**own, "remainder": remainder}
 
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 128,
+}
 _SIX = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 384, "num_hidden_layers": 2}
 
 # Vocabularies that need padding on every side; three layers so that two stages are not equal.
@@ -55,6 +76,21 @@ MODELS = {
     # 380 rows pad to 384, which three ranks divide; 300 to 320, which they do not: SGLang then pads further, vLLM gives up.
     "six heads": Model("qwen3", {**_SIX, "vocab_size": 380}),
     "six heads, odd": Model("qwen3", {**_SIX, "vocab_size": 300}),
+    # Both engines hold some of these in float32: a trained bfloat16 router (GLM-4.5), norms of the indexer (GLM-5).
+    "glm45": Model("glm4_moe", {"vocab_size": 250, "num_hidden_layers": 2}, "glm45", still=("e_score_correction_bias",)),
+    "glm5": Model(  # no MTP layer: Megatron-Bridge trains and exports none; SGLang's CPU kernels know no other rope with MLA
+        "glm_moe_dsa",
+        {
+            "vocab_size": 250,
+            "num_hidden_layers": 2,
+            "num_nextn_predict_layers": 0,
+            "rope_parameters": _YARN,
+            "num_experts": 8,  # the trainer's transformers keeps a second count, which the engines' newer ones read
+        },
+        "glm5",
+        symbols={"sglang": {"indexer_fused": 0}},  # without CUDA
+    ),
+    "undeclared": Model("phi3", {"vocab_size": 200, "num_hidden_layers": 2}),  # no family knows it
 }
 
 TRAINERS = {
@@ -68,6 +104,9 @@ TRAINERS = {
     "tied fsdp2": Trainer("tied", {}, fsdp=True),
     "six heads tp2 dp2": Trainer("six heads", {"tp": 2}, options={"optimizer": "replicated"}),
     "six heads, odd tp2 dp2": Trainer("six heads, odd", {"tp": 2}),
+    "glm45 tp2 pp2 ep2": Trainer("glm45", {"tp": 2, "pp": 2, "ep": 2}),
+    "glm5 pp2 ep2 dp2": Trainer("glm5", {"pp": 2, "ep": 2}),
+    "undeclared fsdp2": Trainer("undeclared", {}, fsdp=True),
 }
 
 ENGINES = {
@@ -87,6 +126,8 @@ WAYS: dict[str, tuple[CostModel, Budget]] = {
     "default": (CostModel(), Budget()),
     # Messages cost everything: whatever has two runs is packed or unpacked, through a buffer far smaller than the model.
     "staged": (CostModel(seconds_per_write=1.0), Budget(source=16 << 10, target=16 << 10)),
+    # The engine's layout is recorded instead of declared, and with FSDP the HF tensors are those that its ranks publish.
+    "recorded": (CostModel(), Budget()),
 }
 
 KINDS = ("sglang", "vllm")
@@ -100,6 +141,8 @@ _ONCE = (
     ("moe pp2 vpp2 ep2 dp2", "2 x tp2"),
     ("dense tp4", "tp2pp2"),
     ("tied tp2 pp2", "tp2pp2"),
+    ("glm45 tp2 pp2 ep2", "tp2ep2"),
+    ("glm5 pp2 ep2 dp2", "tp2"),
 )
 
 PAIRS = (
@@ -107,11 +150,24 @@ PAIRS = (
         (trainer, engine)
         for engine in _EVERYWHERE
         for trainer, case in TRAINERS.items()
-        if not case.model.startswith("six") and (case.model == "moe" or engine != "tp2ep2")
+        if not case.model.startswith(("six", "undeclared", "glm")) and (case.model == "moe" or engine != "tp2ep2")
     ),
     *_ONCE,
 )
 """(trainer, engine) names that are synced."""
+
+
+RECORDED = (
+    ("undeclared fsdp2", "tp2"),
+    ("tied fsdp2", "tp2"),
+    ("moe pp2 vpp2 ep2 dp2", "tp2ep2"),
+    ("tied tp2 pp2", "pp2"),
+)
+"""(trainer, engine) that are synced to a recorded engine layout."""
+
+
+NOT_ON_A_CPU = ("glm5",)
+"""Models whose attention vLLM has no CPU kernels for: their ranks are built and loaded, but no engine runs them."""
 
 
 def why_not(kind: str, trainer: str, engine: str) -> str | None:
@@ -176,6 +232,12 @@ METHODS = {
 }
 """The (trainer, engine) that make pieces travel in this way where messages are dear; where they are free nothing is packed."""
 
+CASTS = {
+    "glm45 tp2 pp2 ep2": ("mlp.gate.weight",),
+    "glm5 pp2 ep2 dp2": ("indexer.k_norm.weight", "indexer.k_norm.bias"),
+}
+"""Trainer -> endings of the HF tensors that a sync of it casts."""
+
 MUTATED = ("moe pp2 vpp2 ep2 dp2", "tp2ep2")
 """The (trainer, engine) that mutations are tried on: tp 1, so that a rank holds several KV groups to get wrong."""
 
@@ -187,7 +249,12 @@ def all_cases() -> list[dict[str, str]]:
         for kind in KINDS
         for trainer, engine in PAIRS
         for way in WAYS
-        if way != "runs" or (trainer, engine) in METHODS.values()
+        if way != "recorded" and (way != "runs" or (trainer, engine) in METHODS.values())
+    ]
+    cases += [
+        {"kind": kind, "trainer": trainer, "engine": engine, "way": "recorded"}
+        for kind in KINDS
+        for trainer, engine in RECORDED
     ]
     trainer, engine = MUTATED
     cases += [{"kind": kind, "trainer": trainer, "engine": engine, "mutation": name} for kind in KINDS for name in MUTATIONS]

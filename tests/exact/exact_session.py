@@ -16,7 +16,7 @@ from weight_sync.plan.schedule import Budget, CostModel
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.contracts import RolloutEngine
 from weight_sync.session.inprocess import InProcessTrainers
-from weight_sync.session.inputs import Declared
+from weight_sync.session.inputs import Declared, Recorded
 from weight_sync.session.session import Timeouts, WeightSync
 from weight_sync.session.source import SourceAgent
 from weight_sync.transport.base import Transport
@@ -68,8 +68,10 @@ def _case(case: Mapping[str, str], root: Path, rollout: Rollout, transport: Call
     sync = session(case, root, rollout, transport, *_yaml(case), *WAYS[case["way"]], witness=True)
     connection = sync.connect()
     outcome = sync.sync(1)
+    plan = connection.schedule.plan
     return {
         "tensors": tensors,
+        "cast": sorted({plan.catalog.name(t) for t in plan.tensor[plan.casts].tolist()}),
         "scrambled": len(scrambled),
         "methods": {name: entry["transfers"] for name, entry in connection.schedule.summary().items()},
         "rounds": connection.schedule.rounds,
@@ -96,8 +98,11 @@ def _mutation(case: Mapping[str, str], root: Path, rollout: Rollout, transport: 
     return result
 
 
-def _yaml(case: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return family_yaml(MODELS[TRAINERS[case["trainer"]].model].kind), engine_yaml(case["kind"])
+def _yaml(case: Mapping[str, str]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """(family, engine); no family where an FSDP trainer is synced to a recorded layout: then nothing is declared at all."""
+    trainer = TRAINERS[case["trainer"]]
+    nothing = trainer.fsdp and case.get("way") == "recorded"
+    return None if nothing else family_yaml(MODELS[trainer.model].family), engine_yaml(case["kind"])
 
 
 def session(
@@ -105,7 +110,7 @@ def session(
     root: Path,
     rollout: Rollout,
     transport: Callable[[], Transport],
-    family: Mapping[str, Any],
+    family: Mapping[str, Any] | None,
     convention: Mapping[str, Any],
     costs: CostModel,
     budget: Budget,
@@ -116,9 +121,16 @@ def session(
     trainer = TRAINERS[case["trainer"]]
     folder = root / "trainers" / case["trainer"]
     served = json.loads((root / "models" / trainer.model / "config.json").read_text())
-    target = Declared(family, served, ENGINES[case["engine"]].dims(convention["remainder"]), convention)
+    dims = ENGINES[case["engine"]].dims(convention["remainder"])
+    target: Declared | Recorded
+    if case.get("way") == "recorded":
+        target = Recorded(served, dims, family)
+    else:
+        assert family is not None
+        target = Declared(family, served, dims, convention, MODELS[trainer.model].symbols.get(case["kind"], {}))
     source = None
     if not trainer.fsdp:  # FSDP ranks publish their shards instead
+        assert family is not None
         config = json.loads((folder / "export" / "config.json").read_text())
         symbols = {"vocab_multiple": 128 * trainer.parallel.get("tp", 1)}
         source = Declared(family, config, {"ranks": TRAINER_WORLD, **trainer.parallel}, None, symbols)

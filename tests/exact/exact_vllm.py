@@ -2,7 +2,8 @@
 
 Each engine is vLLM's own LLM with its real workers, forked (tests/vllm/conftest.py). It holds the checkpoint that the trainers
 started from; trainer ranks in the engine's process write into the workers with `cma`. What must come out is what vLLM's own
-load_weights makes of the trainer's export, in the same live parameters.
+load_weights makes of the trainer's export, in the same live parameters. A model that vLLM cannot run on a CPU is built rank by
+rank instead (exact_replicas.py).
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.exact.exact_cases import ENGINES, Engine
+from tests.exact import exact_replicas
+from tests.exact.exact_cases import ENGINES, NOT_ON_A_CPU, Engine
 from tests.exact.exact_session import answer, read_cases
 from tests.vllm.conftest import ENVIRONMENT, build_engine, run_forked
+from tests.vllm.replica_support import VllmRank, build_rank
 from weight_sync.ids import Deadline
 from weight_sync.layout.parallel import EngineDims
 from weight_sync.session.contracts import Receipt
@@ -46,7 +50,7 @@ class WorkersEngine(InProcessEngine):
         self._llm = llm
         super().__init__("engine0", [_Rank(r) for r in range(sizes["tp"] * sizes["pp"])], model=model, sizes=sizes)  # type: ignore[misc]
 
-    def _each(self, method: str, payloads: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    def _each(self, method: str, payloads: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         request = {"method": method, "by_rank": {str(rank): dict(payload) for rank, payload in payloads.items()}}
         replies = [json.loads(text) for text in self._llm.collective_rpc("weight_sync_call", args=(TOKEN, json.dumps(request)))]
         if refused := [f"rank {r['rank']}: {r['error']['type']}: {r['error']['message']}" for r in replies if not r["ok"]]:
@@ -55,7 +59,7 @@ class WorkersEngine(InProcessEngine):
 
     def record(self, tensors: Mapping[str, tuple[list[int], str]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         specs = {name: [list(shape), dtype] for name, (shape, dtype) in tensors.items()}
-        replies = self._all("record", tensors=specs)
+        replies = self._all("record", deadline, tensors=specs)
         for reply in replies.values():
             unexplained = reply["inexpressible"]
             reply["unexplained"] = {e["tensor"] or f"parameter {e['param']}": e["operation"] for e in unexplained}
@@ -63,7 +67,7 @@ class WorkersEngine(InProcessEngine):
 
     def finish(self, session: str, version: int, digest: str, deadline: Deadline) -> Receipt:
         receipt = super().finish(session, version, digest, deadline)
-        self._all("commit", session=session, version=version, digest=digest)
+        self._all("commit", deadline, session=session, version=version, digest=digest)
         return receipt
 
 
@@ -127,6 +131,47 @@ def _differing(worker: Any, export: Path, constants: Mapping[int, list[Any]]) ->
     return lines, len(live)
 
 
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """A rank of vLLM's own model class in this process, for exact_replicas.py."""
+
+    built: VllmRank
+    coords: Mapping[str, int]
+
+    @property
+    def model(self) -> Any:
+        return self.built.model
+
+    def tensors(self) -> dict[str, Any]:
+        from weight_sync_integrations.vllm.live import inspect
+
+        return inspect(self.model).tensors
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        import torch
+
+        with self.scope(), torch.no_grad():
+            self.model.load_weights(iter(tensors.items()))
+
+    def scope(self) -> Any:
+        return self.built.scope()
+
+
+def build_one(model: Path, case: Engine, rank: int) -> Rank:
+    coords = EngineDims(**case.dims("inner")).coords(rank)
+    return Rank(build_rank(model, case.tp, case.pp, ep=case.moe_ep > 1, rank=rank), coords)
+
+
+def run_replicas(root: Path, answers: Path, model: str, engine: str, cases: list[dict[str, str]]) -> None:
+    """In the forked child: the ranks of one engine, all its cases."""
+    from weight_sync_integrations.vllm import cpu
+
+    cpu.apply()
+    rollout = exact_replicas.Replicas(root / "models" / model, ENGINES[engine], build_one, "inner")
+    for case in cases:
+        answer(answers, case, root, rollout, exact_replicas.transport)
+
+
 def run_group(root: Path, answers: Path, model: str, engine: str, cases: list[dict[str, str]]) -> None:
     """In the forked child: one engine, all its cases."""
     rollout = Workers(root / "models" / model, ENGINES[engine])
@@ -145,7 +190,8 @@ def main(root: Path, answers: Path, cases: Path) -> None:
     for module in ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"):
         importlib.import_module(module)
     for (model, engine), group in read_cases(cases).items():
-        run_forked(run_group, root, answers, model, engine, group, seconds=400)
+        run = run_replicas if model in NOT_ON_A_CPU else run_group
+        run_forked(run, root, answers, model, engine, group, seconds=400)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.exact.conftest import Answers
-from tests.exact.exact_cases import METHODS, MUTATIONS, all_cases, why_not
+from tests.exact.exact_cases import CASTS, METHODS, MUTATIONS, all_cases, why_not
 
 # The first test of each side waits for the whole side.
 pytestmark = pytest.mark.timeout(2000)
@@ -36,6 +36,9 @@ def test_after_a_sync_every_live_tensor_equals_what_the_engines_own_loader_makes
     assert found["scrambled"] == found["tensors"] > 0, "a tensor was right before the sync: the comparison proves less"
     assert found["gathered"] == 0
     assert found["bytes"] > 0
+    endings = CASTS.get(case["trainer"], ())
+    assert {ending for ending in endings if any(name.endswith(ending) for name in found["cast"])} == set(endings)
+    assert [name for name in found["cast"] if not name.endswith(endings)] == []
     if case["way"] == "runs":
         assert {name for name, count in found["methods"].items() if count} == {"direct"}
 

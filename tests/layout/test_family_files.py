@@ -269,6 +269,11 @@ NORM = "m.{l}.norm"
         ({"mcore/w/place": {"ep": "own e", "tp": "own e"}}, ["rule w", "ep and tp", "only one axis"]),
         # Each kind of rule.
         ({"mcore/norm/dtype": "float17"}, ["rule norm", "'float17'"]),
+        ({"mcore/norm/value": "cast"}, ["rule norm", "cast needs a dtype"]),
+        ({"mcore/norm/value": "cast", "mcore/norm/dtype": "float16"}, ["rule norm", "bfloat16", "cast to float16; legal: bf"]),
+        ({"mcore/norm/value": "minus_one"}, ["mcore.norm", "minus_one is not carried out", "weight - 1", "legal: cast"]),
+        ({"mcore/norm/value": "gated_qkv"}, ["mcore.norm", "gated_qkv is not carried out"]),
+        ({"mcore/norm/value": "sqrt"}, ["mcore.norm", "unknown value function 'sqrt'", "legal: cast"]),
         ({"mcore/embed/layers": "late"}, ["rule embed", "'late'", "no {l}"]),
         ({"mcore/norm/layers": "early"}, ["rule norm", "early is not a layer set", "late, all"]),
         ({"mcore/norm": {"rule": "stack", "parts": [NORM], "param": "x.{n}"}}, ["rule norm", "only tensors with {e}"]),

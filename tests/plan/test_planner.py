@@ -113,11 +113,12 @@ def test_every_column_host_and_parameter_is_in_the_digest():
         {"target_hosts": ("a",)},
         {"source_params": plan.source_params[1:]},
         {"target_params": (replace(plan.target_params[0], filling=1), *plan.target_params[1:])},
+        {"target_params": (replace(plan.target_params[0], cast_from="float32"), *plan.target_params[1:])},
         {"source_params": plan.source_params[:-1], "target_params": (plan.source_params[-1], *plan.target_params)},
         {"catalog": Catalog(plan.catalog.patterns[:-1])},
     ):
         seen.add(replace(plan, **change).digest)
-    assert len(seen) == 1 + len(COLUMNS) + 8
+    assert len(seen) == 1 + len(COLUMNS) + 9
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_every_column_host_and_parameter_is_in_the_digest():
         lambda data: data["target"]["params"][0].pop(),
         lambda data: data.update(digest="0"),
         lambda data: data.pop("digest"),
-        lambda data: data.update(format="weight_sync.plan/2"),
+        lambda data: data.update(format="weight_sync.plan/1"),
         lambda data: data["catalog"][0].update(shape=[1, 2]),
         lambda data: data["catalog"][0].pop("dtype"),
     ],
@@ -298,7 +299,7 @@ def test_two_models_are_told_apart_by_the_tensors_only_one_has():
     other = Catalog((Pattern("t", (4, 2), "float32"), Pattern("u", (1,), "float32")))
     refused(["only the rollout has ['u']"], side("trainer"), side("rollout", catalog=other))
     other = Catalog((Pattern("t", (8, 2), "float32"),))
-    refused(["shapes or dtypes differ"], side("trainer"), side("rollout", catalog=other))
+    refused(["t is [4, 2] on the trainer, [8, 2] on the rollout"], side("trainer"), side("rollout", catalog=other))
 
 
 def test_dtypes_that_differ_name_both_sides():

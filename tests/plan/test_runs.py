@@ -90,6 +90,10 @@ def test_pieces_cover_each_staged_transfer_once_and_stay_in_their_budget(case, s
     for spans in staged.values():
         spans.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    for rank in range(target.world):
+        mine = [p for p in schedule.pieces if plan.target_rank[p.row] == rank and p.method in (Method.UNPACK, Method.BOTH)]
+        assert schedule.unpacked.get(rank, []) == mine
+        assert schedule.stage_bytes.get(rank, 0) == max((p.stage + p.nbytes for p in mine), default=0)
     assert sum(part["transfers"] for part in schedule.summary().values()) == len(plan)
     assert sum(part["bytes"] for part in schedule.summary().values()) == plan.nbytes.sum()
 

@@ -6,8 +6,9 @@ leaves its parameter lands in guard bytes, and World.check() finds it.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -20,12 +21,14 @@ from weight_sync.layout.box import row_major
 from weight_sync.layout.table import Layout, Param, layout_from_shards
 from weight_sync.plan.schedule import Budget, CostModel
 from weight_sync.session.connect import SyncSpec
+from weight_sync.session.failure import FailurePolicy
 from weight_sync.session.inprocess import ArraySource, InProcessEngine, InProcessTrainers, typed
-from weight_sync.session.inputs import Declared, dims_of, layout_of, model_of
+from weight_sync.session.inputs import Declared, computed_names, dims_of, layout_of, model_of
 from weight_sync.session.session import Outcome, Timeouts, WeightSync
 from weight_sync.session.source import SourceAgent
 from weight_sync.session.state import State
 from weight_sync.session.target import TargetAgent
+from weight_sync.session.verify import Level
 from weight_sync.transport.base import Transport
 from weight_sync.transport.memory import MemoryHub, MemoryTransport
 
@@ -148,7 +151,21 @@ def _trapped(verb: str) -> Callable[..., Any]:
     return call
 
 
-for _verb in ("describe", "record", "bind", "pause", "begin", "place", "verify", "finish", "resume", "abort"):
+for _verb in (
+    "describe",
+    "claim",
+    "record",
+    "bind",
+    "pause",
+    "begin",
+    "place",
+    "pull",
+    "verify",
+    "check",
+    "finish",
+    "resume",
+    "abort",
+):
     setattr(TrappedEngine, _verb, _trapped(_verb))
 
 
@@ -193,6 +210,9 @@ class World:
     noise: np.random.Generator
     source_agents: list[TrappedSource]
     target_agents: list[TrappedTarget]
+    sides: tuple[Declared, Declared]
+    open: OpenTransport
+    spares: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     hf: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
     def step(self) -> None:
@@ -212,14 +232,17 @@ class World:
         for shard in layout.rank_shards(rank):
             cut = tuple(slice(o, e) for o, e in zip(shard.box.offset, shard.box.end, strict=True))
             view = buffer.elements(raw, params[shard.param], shard.start, shard.strides, shard.box.shape)
-            view[...] = self.hf[shard.tensor][cut]
+            words = self.hf[shard.tensor][cut]
+            if words.itemsize < view.itemsize:  # a declared cast from bfloat16 to float32
+                words = words.astype(np.uint32) << 16
+            view[...] = words
 
     def expected(self) -> list[np.ndarray[Any, Any]]:
         """Every rollout rank's whole buffer as it must be after a sync of the trainer's values now: guards unchanged."""
         result = []
         for rank, buffer in enumerate(self.target):
             raw = buffer.bytes.copy()
-            self._fill(self.layouts[1], rank, buffer, raw)
+            self._fill(self.layouts[1], rank % self.width, buffer, raw)  # engines are alike
             result.append(raw)
         return result
 
@@ -238,8 +261,13 @@ class World:
 
     def payload(self) -> int:
         """Bytes that a sync has to write: every engine element that is not padding."""
-        layout = self.layouts[1]
-        return sum((p.numel - p.filling) * ITEMSIZE[p.dtype] for p in layout.params)
+        params = [p for p in self.layouts[1].params if p.rank < self.width]
+        return sum((p.numel - p.filling) * ITEMSIZE[p.dtype] for p in params) * len(self.engines)
+
+    @property
+    def width(self) -> int:
+        """Workers of one engine."""
+        return self.layouts[1].world // int(self.sides[1].dims.get("engines", 1))
 
     def check(self, expected: Sequence[np.ndarray[Any, Any]]) -> None:
         for rank, (want, buffer) in enumerate(zip(expected, self.target, strict=True)):
@@ -277,6 +305,68 @@ def _source_agent(source: Any, transport: Callable[[], Transport], traps: Traps)
     return agent
 
 
+def _engine(
+    name: str, ranks: range, layout: Layout, side: Declared, buffer: Callable[[int], Buffer],
+    transport: Callable[[int], Transport], traps: Traps,
+) -> TrappedEngine:  # fmt: skip
+    """An engine of these rollout ranks, which are those of engine 0 moved on."""
+    dims = dims_of(side, "rollout")
+    agents = []
+    for local, rank in enumerate(ranks):
+        agent = TrappedTarget(
+            rank=local, host="localhost", coords=dims.coords(local), tensors=lambda r=rank: buffer(r).arrays,
+            transport=lambda r=rank: transport(r),
+        )  # fmt: skip
+        agent.traps, agent.world_rank = traps, rank
+        agents.append(agent)
+    computed = computed_names(side, "rollout")
+    recording: dict[int, dict[str, Any]] = {}
+    for local in range(len(ranks)):
+        shards = layout.rank_to_json(local)
+        cast = {s["tensor"]: computed[s["tensor"]] for s in shards if s["tensor"] in computed}
+        recording[local] = {"shards": shards, "unexplained": cast}
+    engine = TrappedEngine(name, agents, model=side.config, sizes=dims.sizes, recording=recording)
+    engine.traps = traps
+    return engine
+
+
+@dataclass
+class Spare:
+    """An engine that is no member yet, with its buffers; its weights are noise."""
+
+    engine: TrappedEngine
+    buffers: list[Buffer]
+
+
+def spare(world: World, name: str) -> Spare:
+    """One more engine like the others. admitted() makes the world expect the weights there too."""
+    layout, count = world.layouts[1], next(world.spares)
+    buffers = [Buffer(list(layout.rank_params(local)), world.noise) for local in range(world.width)]
+    first = 1000 * count
+    engine = _engine(
+        name, range(first, first + world.width), layout, world.sides[1], lambda rank: buffers[rank - first],
+        lambda rank: world.open("rollout", rank, world.hub), world.traps,
+    )  # fmt: skip
+    return Spare(engine, buffers)
+
+
+def admitted(world: World, one: Spare) -> None:
+    world.engines.append(one.engine)
+    world.target += one.buffers
+    world.target_agents += one.engine._agents.values()  # type: ignore[arg-type]
+
+
+def departed(world: World, name: str) -> Spare:
+    """Expect nothing of this engine any more."""
+    place = [engine.name for engine in world.engines].index(name)
+    first, last = place * world.width, (place + 1) * world.width
+    gone = Spare(world.engines.pop(place), world.target[first:last])
+    # New lists: the first engines find their buffers by their place in the old one.
+    world.target = world.target[:first] + world.target[last:]
+    world.target_agents = world.target_agents[:first] + world.target_agents[last:]
+    return gone
+
+
 OpenTransport = Callable[[str, int, MemoryHub], Transport]
 """("trainer" or "rollout", rank, hub) -> a transport."""
 
@@ -297,6 +387,8 @@ def build(
     timeouts: Timeouts | None = None,
     observer: Any = None,
     pause: Any = "retract",
+    level: Level = Level.DIGEST,
+    failure: FailurePolicy | None = None,
 ) -> World:
     """A job that is ready to sync, its first optimiser step taken. explicit: the trainer publishes FSDP-like shards."""
     source_side, target_side = sides or declared()
@@ -320,38 +412,28 @@ def build(
     ]  # fmt: skip
     engines_count = target_dims.sizes["engine"]
     width = target_layout.world // engines_count
-    target_agents, engines = [], []
+    target_agents: list[TrappedTarget] = []
+    engines: list[TrappedEngine] = []
     for i in range(engines_count):
-        for local in range(width):
-            rank = i * width + local
-            agent = TrappedTarget(
-                rank=local,
-                host="localhost",
-                coords=target_dims.coords(local),
-                tensors=lambda r=rank: target[r].arrays,
-                transport=lambda r=rank: transport("rollout", r, hub),
+        part = range(i * width, (i + 1) * width)
+        engines.append(
+            _engine(
+                f"e{i}", part, target_layout, target_side, target.__getitem__, lambda r: transport("rollout", r, hub), traps
             )
-            agent.traps, agent.world_rank = traps, rank
-            target_agents.append(agent)
-        recording = {
-            local: {"shards": target_layout.rank_to_json(i * width + local), "unexplained": {}} for local in range(width)
-        }
-        engine = TrappedEngine(
-            f"e{i}", target_agents[i * width :], model=target_side.config, sizes=target_dims.sizes, recording=recording
         )
-        engine.traps = traps
-        engines.append(engine)
+        target_agents += engines[-1]._agents.values()  # type: ignore[arg-type]
     spec = SyncSpec(
         None if explicit else source_side, target_side, witness=witness,
         costs=costs or CostModel(), budget=budget or Budget(),
     )  # fmt: skip
     trainers = InProcessTrainers(source_agents)
     sync = WeightSync(
-        trainers, engines, spec, pause=pause, observer=observer, timeouts=timeouts or Timeouts(connect=60, sync=60, abort=30)
-    )
+        trainers, engines, spec, pause=pause, observer=observer, level=level, failure=failure,
+        timeouts=timeouts or Timeouts(connect=60, sync=60, abort=30),
+    )  # fmt: skip
     world = World(
         sync, trainers, engines, sources, (source_layout, target_layout), source, target, hub, traps, noise,
-        source_agents, target_agents,
+        source_agents, target_agents, (source_side, target_side), transport,
     )  # fmt: skip
     world.step()
     return world

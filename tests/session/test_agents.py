@@ -18,11 +18,12 @@ from weight_sync.transport.memory import MemoryHub, MemoryTransport
 def world() -> World:
     """Connected, nothing paused. Three workers, strided pieces in rounds."""
     world = build(declared(DENSE, rollout={"tp": 3}), costs=NEVER_SHORT_RUNS, budget=Budget(512, 512))
+    world.sync._controller = "1-a"
     world.sync.connect()
     return world
 
 
-def begun(world: World, session: str = "s1") -> dict[str, Any]:
+def begun(world: World, session: str = "1-a-1") -> dict[str, Any]:
     plan = world.sync.connect().schedule.digest
     for rank, agent in enumerate(world.target_agents):
         epoch = world.sync._connection.epochs[0][rank]  # type: ignore[union-attr]
@@ -45,22 +46,22 @@ def test_an_unknown_method_is_refused_with_the_known_ones(world: World, side: st
 @pytest.mark.parametrize("method", ["place", "verify", "end"])
 def test_nothing_of_a_session_that_is_not_open_is_done(world: World, method: str) -> None:
     agent = world.target_agents[0]
-    with pytest.raises(SessionError, match=r"session s1 is not open here \(open: None\)"):
-        agent.call(method, {"session": "s1", "round": 0})
-    begun(world, "s1")
-    with pytest.raises(SessionError, match=r"session s0 is not open here \(open: s1"):
-        agent.call(method, {"session": "s0", "round": 0})
-    agent.call("abort", {"session": "s1", "reason": "the drill"})
+    with pytest.raises(SessionError, match=r"session 1-a-1 is not open here \(open: None\)"):
+        agent.call(method, {"session": "1-a-1", "round": 0})
+    begun(world, "1-a-1")
+    with pytest.raises(SessionError, match=r"session 1-a-0 is not open here \(open: 1-a-1"):
+        agent.call(method, {"session": "1-a-0", "round": 0})
+    agent.call("abort", {"session": "1-a-1", "reason": "the drill"})
     with pytest.raises(SessionError, match=r"open: None; the last one was aborted: the drill"):
-        agent.call(method, {"session": "s1", "round": 0})
+        agent.call(method, {"session": "1-a-1", "round": 0})
 
 
 def test_a_worker_takes_one_session_at_a_time_and_is_not_bound_during_it(world: World) -> None:
-    begun(world, "s1")
+    begun(world, "1-a-1")
     agent = world.target_agents[0]
-    with pytest.raises(SessionError, match="session s1 is still open"):
-        agent.call("begin", {"session": "s2", "version": 2, "plan": "p", "epoch": 0})
-    with pytest.raises(SessionError, match="bind during session s1; abort it first"):
+    with pytest.raises(SessionError, match="session 1-a-1 is still open"):
+        agent.call("begin", {"session": "1-a-2", "version": 2, "plan": "p", "epoch": 0})
+    with pytest.raises(SessionError, match="bind during session 1-a-1; abort it first"):
         agent.call("bind", agent._table or {})
 
 
@@ -72,7 +73,7 @@ def test_an_aborted_binding_is_void_and_its_endpoint_is_gone(world: World) -> No
     assert agent.call("bind", table) == old, "an unchanged table keeps its binding"
     agent.call("abort", {"reason": "the drill"})
     with pytest.raises(BindError, match="no binding for plan"):
-        agent.call("begin", {"session": "s", "version": 1, "plan": table["plan"], "epoch": old["epoch"]})
+        agent.call("begin", {"session": "1-a-5", "version": 1, "plan": table["plan"], "epoch": old["epoch"]})
     new = agent.call("bind", table)
     assert new["epoch"] != old["epoch"]
     assert new["endpoint"]["address"] != old["endpoint"]["address"]
@@ -120,10 +121,10 @@ def test_a_closed_worker_transport_lets_nothing_in(world: World) -> None:
 def test_a_write_needs_the_session_that_was_quiesced_and_a_binding(world: World) -> None:
     agent = world.source_agents[0]
     with pytest.raises(SessionError, match="nothing was quiesced: parameters may still change"):
-        agent.call("write", {"session": "s1", "round": 0, "seconds": 5})
-    payload = begun(world, "s1")
-    with pytest.raises(SessionError, match="write for session s0, but session s1 is open"):
-        agent.call("write", payload | {"session": "s0"})
+        agent.call("write", {"session": "1-a-1", "round": 0, "seconds": 5})
+    payload = begun(world, "1-a-1")
+    with pytest.raises(SessionError, match="write for session 1-a-0, but session 1-a-1 is open"):
+        agent.call("write", payload | {"session": "1-a-0"})
     agent.call("fence", {"reason": "the drill"})
     with pytest.raises(SessionError, match="write without a binding"):
         agent.call("write", payload)
@@ -140,17 +141,17 @@ def test_a_bind_that_fails_leaves_no_older_binding_to_write_with(world: World) -
     with pytest.raises(BindError, match="no binding of rollout ranks"):
         agent.call("bind", {"plan": plan, "targets": {}, "seconds": 5})
     with pytest.raises(BindError, match="has no binding of plan"):
-        agent.call("quiesce", {"session": "s1", "plan": plan})
+        agent.call("quiesce", {"session": "1-a-1", "plan": plan})
 
 
 def test_a_release_for_another_session_releases_nothing(world: World) -> None:
-    begun(world, "s2")
+    begun(world, "1-a-2")
     agent, source = world.source_agents[0], world.sources[0]
-    agent.call("release", {"session": "s1"})
+    agent.call("release", {"session": "1-a-1"})
     assert source.quiet
-    agent.call("release", {"session": "s2"})
+    agent.call("release", {"session": "1-a-2"})
     assert not source.quiet
-    agent.call("release", {"session": "s2"})
+    agent.call("release", {"session": "1-a-2"})
 
 
 def test_between_a_failed_write_and_its_fence_a_rank_is_not_released(world: World) -> None:
@@ -161,10 +162,10 @@ def test_between_a_failed_write_and_its_fence_a_rank_is_not_released(world: Worl
     with pytest.raises(TransportError):
         agent.call("write", payload)
     with pytest.raises(SessionError, match="fence first: its parameters may still be read, so it must not step"):
-        agent.call("release", {"session": "s1"})
+        agent.call("release", {"session": "1-a-1"})
     assert source.quiet
     agent.call("fence", {"reason": "the drill"})
-    agent.call("release", {"session": "s1"})
+    agent.call("release", {"session": "1-a-1"})
     assert not source.quiet
 
 

@@ -10,7 +10,9 @@ import pytest
 from session_support import DENSE, MOE, World, build, declared, rows_over
 
 from weight_sync.errors import BindError, ConfigError, FamilyError, ParallelError, PlanError, SessionError
-from weight_sync.session.connect import SyncSpec, add_error, on_each, together
+from weight_sync.ids import Deadline
+from weight_sync.session.calls import add_error, on_each, together
+from weight_sync.session.connect import SyncSpec
 from weight_sync.session.inprocess import typed
 from weight_sync.session.inputs import Declared, PlanInputs, dims_of, dropped_names
 from weight_sync.session.session import WeightSync
@@ -58,16 +60,17 @@ def test_a_worker_that_sits_elsewhere_on_the_mesh_is_refused() -> None:
 
 
 def test_another_number_of_engines_than_declared_is_refused() -> None:
-    world = build()
-    world.sync._engines.append(build().engines[0])
-    world.sync._engines[1].name = "e1"
+    world, other = build(), build().engines[0]
+    other.name = "e1"
+    world.sync = WeightSync(world.trainers, [*world.engines, other], world.sync._spec)
     refused(world, BindError, "rollout.engines=1, but 2 engines are connected")
 
 
 def test_two_engines_of_one_name_are_refused_for_one_of_them_would_never_be_paused() -> None:
     world = build(declared(rollout={"tp": 2, "engines": 2}))
     world.engines[1].name = "e0"
-    refused(world, BindError, "engines need names of their own, got e0, e0")
+    with pytest.raises(BindError, match="engines need names of their own, got e0, e0"):
+        WeightSync(world.trainers, world.engines, world.sync._spec)
 
 
 def test_a_pause_mode_that_an_engine_does_not_offer_is_refused_before_the_trainer_is_held() -> None:
@@ -332,10 +335,12 @@ def test_every_expert_of_a_stack_is_checked_for_every_rank() -> None:
 
 # -- calls at once -----------------------------------------------------------------------------------------------------
 
+SOON = Deadline.after(60)
+
 
 def test_together_returns_all_results_in_the_order_of_the_calls() -> None:
-    assert list(together({key: (lambda k=key: k * 2) for key in (3, 1, 2)}).items()) == [(3, 6), (1, 2), (2, 4)]
-    assert together({}) == {}
+    assert list(together({key: (lambda k=key: k * 2) for key in (3, 1, 2)}, SOON).items()) == [(3, 6), (1, 2), (2, 4)]
+    assert together({}, SOON) == {}
 
 
 def test_together_waits_for_all_and_keeps_every_error_with_what_was_noted_on_it() -> None:
@@ -350,7 +355,7 @@ def test_together_waits_for_all_and_keeps_every_error_with_what_was_noted_on_it(
 
     with pytest.raises(ValueError, match="b") as caught:
         together({"a": lambda: done.append("a"), "b": lambda: bad("b", "own"), "c": lambda: bad("c", "deep"),
-                  "d": lambda: bad("d")})  # fmt: skip
+                  "d": lambda: bad("d")}, SOON)  # fmt: skip
     assert sorted(done) == ["a", "b", "c", "d"]
     assert caught.value.__notes__ == ["own", "also c: ValueError: c", "also c: deep", "also d: ValueError: d"]
 
@@ -364,7 +369,7 @@ def test_an_error_may_be_noted_on_itself() -> None:
 
 def test_on_each_gives_every_engine_its_own_index() -> None:
     world = build(declared(rollout={"tp": 2, "engines": 2}))
-    assert on_each(world.engines, lambda i, engine: (i, engine.name)) == {0: (0, "e0"), 1: (1, "e1")}
+    assert on_each(world.engines, lambda i, engine: (i, engine.name), SOON) == {0: (0, "e0"), 1: (1, "e1")}
 
 
 def test_a_spec_without_a_trainer_reads_the_layout_from_live_shards() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weight_sync.errors import BindError, SessionError, VerifyError
-from weight_sync.session import memory
+from weight_sync.session import digests, memory
 from weight_sync.session.inprocess import typed
 from weight_sync.session.memory import Memory, Staging, digest
 from weight_sync.session.state import TRANSITIONS, Machine, State
@@ -40,7 +40,7 @@ A = np.arange(24, dtype=np.float32).reshape(4, 6)
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (tensor(A, device="cuda"), "is on device cuda; this build reads CPU memory only"),
+        (tensor(A, device="xpu"), "is on device xpu; known: cpu, cuda"),
         (tensor(A, dtype="complex64"), "has dtype complex64; known: float64"),
         (tensor(A, cut=A.nbytes), "has elements but an empty storage"),
         (tensor(A, cut=1), "needs 96 bytes of its storage, which has 95"),
@@ -107,12 +107,12 @@ def test_the_digest_of_a_strided_region_is_that_of_its_bytes_in_order(
 ) -> None:
     whole = np.random.default_rng(seed).integers(0, 255, (rows, 2 * columns * width), np.uint8).view(f"u{width}")
     part = whole[:, :columns]
-    kept, memory._CHUNK = memory._CHUNK, chunk
+    kept, digests._CHUNK = digests._CHUNK, chunk
     try:
-        parts = list(memory.chunks(part, chunk))
+        parts = list(digests.chunks(part, chunk))
         assert digest(part) == xxhash.xxh3_64_intdigest(np.ascontiguousarray(part).tobytes())
     finally:
-        memory._CHUNK = kept
+        digests._CHUNK = kept
     assert sum(p.size for p in parts) == part.size
 
 

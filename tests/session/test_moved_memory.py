@@ -116,14 +116,16 @@ def test_a_worker_whose_binding_was_replaced_by_one_of_the_same_plan_is_refused_
 def test_engines_that_change_places_are_bound_to_the_transfers_of_their_new_place() -> None:
     world = two_engines()
     world.commit(1)
-    width = 3
-    swapped = [*world.engines[1:], world.engines[0]]
-    world.sync._engines = swapped
+    width, (first, second) = 3, world.engines
+    world.sync.leave("e0")
+    world.sync.join(first)
     world.target = world.target[width:] + world.target[:width]
-    world.engines = swapped
-    world.sync.connect()
+    world.engines = [second, first]
     world.step()
     world.commit(2)
+    world.sync.connect()
+    world.step()
+    world.commit(3)
 
 
 # -- what the engines answer -------------------------------------------------------------------------------------------

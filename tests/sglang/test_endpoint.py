@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import Any
 
+import httpx
 import pytest
 
 from weight_sync.errors import BindError, DeadlineExceeded, RolloutError, SessionError
 from weight_sync.ids import Deadline
-from weight_sync_integrations.sglang.client import Workers
+from weight_sync_integrations.sglang import endpoint
+from weight_sync_integrations.sglang.client import Http, Workers
 from weight_sync_integrations.sglang.endpoint import MAX_BODY, WorkerEndpoint
 from weight_sync_integrations.sglang.launch import WorkerAddress
 
@@ -113,6 +117,9 @@ def test_a_deadline_that_has_passed_sends_nothing(owner: Owner) -> None:
         ("/call", None, b"not json", 400),
         ("/call", None, b'{"method": 1, "payload": {}, "seconds": 1}', 400),
         ("/call", None, b'{"method": "echo", "payload": {}}', 400),
+        ("/call", None, b"[" * 200_000, 400),
+        ("/call", "1e3", b"{}", 413),
+        ("/call", "-1", b"{}", 413),
         ("/other", None, b"{}", 404),
     ],
 )
@@ -133,6 +140,33 @@ def test_a_worker_that_is_gone_is_one_error_that_names_it(owner: Owner) -> None:
         gone.all("echo", {}, Deadline.after(5))
     owner.endpoint = WorkerEndpoint("secret", "127.0.0.1", owner.serve)
     owner.endpoint.start()
+
+
+def test_a_caller_that_stops_in_the_middle_of_its_request_is_cut_off(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint._Handler, "timeout", 0.3)
+    with socket.create_connection(("127.0.0.1", owner.endpoint.port), timeout=10) as slow:
+        slow.sendall(b"POST /call HTTP/1.1\r\nAuthorization: Bearer secret\r\nContent-Length: 100\r\n\r\n{")
+        assert slow.recv(100) == b""
+    assert not owner.threads
+
+
+def test_no_other_interface_than_the_one_it_was_given_is_listened_on(owner: Owner) -> None:
+    assert owner.endpoint._server.server_address[0] == "127.0.0.1"
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", owner.endpoint.port), timeout=5)
+
+
+def test_neither_address_nor_token_is_logged_at_info(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "httpx"):
+        assert workers(owner).all("echo", {}, Deadline.after(10)) == {0: {}}
+        Http("e", f"http://127.0.0.1:{owner.endpoint.port}")._client.get("/nothing")
+        other = WorkerEndpoint("secret", "127.0.0.1", owner.serve)
+        other.start()
+        httpx.get(f"http://127.0.0.1:{other.port}/somebody-elses")
+        other.close()
+    logged = [record.getMessage() for record in caplog.records]
+    assert [line for line in logged if "somebody-elses" in line], "another user of httpx keeps its lines"
+    assert not [line for line in logged if str(owner.endpoint.port) in line or "secret" in line]
 
 
 def test_an_endpoint_without_a_token_cannot_be_made() -> None:

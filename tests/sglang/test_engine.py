@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +42,8 @@ class Scheduler:
             model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
         self.model_config = SimpleNamespace(model_path=model_path)
-        self.weight_updater = SimpleNamespace(_session=None)
+        self.weight_updater = SimpleNamespace(_session=None, offload_tags=set())
+        self.server_args = SimpleNamespace(disable_radix_cache=True)
         self.busy = True
         self._engine_paused = False
 
@@ -64,6 +65,7 @@ class Engine:
         self.log: list[str] = []
         self.answers: dict[str, tuple[int, Any]] = {}
         self.pause_delay = 0.0
+        self.derive: Callable[[torch.nn.Module], None] = lambda model: None
         self.routes = ["/pause_generation", "/continue_generation", "/flush_cache", "/update_weight_version"]
         self.routes += ["/begin_weight_update", "/end_weight_update"] if session_routes else []
         self.schedulers = [Scheduler(str(folder)) for _ in range(2)]
@@ -112,6 +114,8 @@ class Engine:
                 scheduler._engine_paused = False
             elif path in ("/begin_weight_update", "/end_weight_update"):
                 scheduler.weight_updater._session = object() if "begin" in path else None
+                if "end" in path:
+                    self.derive(scheduler.tp_worker.model_runner.model)
         if path == "/update_weight_version":
             assert body["abort_all_requests"] is False
             self.version = body["new_version"]

@@ -29,12 +29,16 @@ SIZES = {
     "tp2pp2": EngineSizes(tp=2, pp=2),
     "attn-dp2": EngineSizes(tp=2, attn_dp=2),
 }
+FEW = {"glm47_flash": ("tp4ep2", "tp2pp2", "attn-dp2")}
+"""Models of which CI compares a few layouts only: built like another one. The rest was compared once, during development."""
 CASES = [
     pytest.param(model, name, id=f"{model} {name}")
     for model in MODELS
     # SGLang knows Kimi-K2 by the architecture its published config names, DeepSeek-V3's.
     for name in SIZES
-    if model != "kimi_k2" and not (name == "attn-dp2" and model.split()[0] in ("llama", "qwen2"))
+    if model != "kimi_k2"
+    and not (name == "attn-dp2" and model.split()[0] in ("llama", "qwen2"))
+    and name in FEW.get(model, SIZES)
 ]
 WITHOUT_CUDA = {"indexer_fused": 0}
 
@@ -59,7 +63,7 @@ def compare(path: Path, model: str, name: str) -> int:
         unexplained = {entry["tensor"] or entry["param"]: entry["operation"] for entry in seen.inexpressible}
         agree(layout, rank, seen.shards, unexplained, computed)
         assert not seen.rewritten
-        assert set(seen.uncovered) == {entry["param"] for entry in seen.inexpressible}
+        assert not seen.uncovered
         count += len(live)
     return count
 

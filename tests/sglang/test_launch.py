@@ -13,6 +13,7 @@ import pytest
 
 from weight_sync.errors import ConfigError, DeadlineExceeded, ParallelError, RolloutError
 from weight_sync.ids import Deadline
+from weight_sync_integrations.server import free_port
 from weight_sync_integrations.sglang import launch
 from weight_sync_integrations.sglang.launch import CPU_SITE, ServerSpec, command, environment, new_token, start
 
@@ -67,7 +68,7 @@ def test_a_spec_that_cannot_work_is_refused_before_anything_starts(
 
 def test_a_port_is_taken_where_the_kernel_hands_out_none_by_itself() -> None:
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    ports = {launch.free_port("127.0.0.1") for _ in range(20)}
+    ports = {free_port("127.0.0.1") for _ in range(20)}
     assert len(ports) > 10
     assert max(ports) < lowest
 

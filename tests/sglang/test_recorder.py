@@ -215,13 +215,14 @@ def test_values_that_are_computed_or_cast_are_named_and_never_guessed(
     assert result.uncovered == {"p": 12}
 
 
-def test_a_copy_between_dtypes_is_a_cast_and_not_a_placement_of_bytes() -> None:
+def test_a_copy_between_dtypes_is_named_as_a_cast_and_marked_where_its_values_are_placed() -> None:
     model = Model(p=(4, 3))
 
     result = record(model, {"w": numbered(4, 3).double()}, copy_of(lambda w: w)(model))
 
     assert result.inexpressible == [{"tensor": "w", "param": "p", "operation": "cast from float64 to float32"}]
-    assert not result.shards
+    assert [(s["tensor"], s["shape"], s["operation"]) for s in result.shards] == [("w", [4, 3], "cast from float64 to float32")]
+    assert not result.uncovered
 
 
 def test_a_write_that_is_neither_copy_nor_fill_is_swallowed_and_named() -> None:

@@ -12,7 +12,7 @@ from sglang_support import replay, same_bytes
 from weight_sync.errors import ParallelError
 from weight_sync_integrations.recorder import record
 from weight_sync_integrations.sglang.replica import EngineSizes, Replica, build_replica, read_checkpoint
-from weight_sync_integrations.sglang.worker import live_aliases
+from weight_sync_integrations.sglang.tensors import live_aliases
 
 Make = Callable[..., Path]
 
@@ -115,7 +115,7 @@ def test_tied_weights_are_listed_once_with_their_other_name_as_an_alias(checkpoi
 
 
 def test_a_draft_model_has_names_of_its_own_and_shares_no_name_with_its_target(checkpoint: Make) -> None:
-    from weight_sync_integrations.sglang.worker import live_tensors
+    from weight_sync_integrations.sglang.tensors import live_tensors
 
     target, draft = (build_replica(checkpoint("qwen3", num_hidden_layers=1), 0).model for _ in range(2))
     draft.model.embed_tokens = target.model.embed_tokens  # as speculative decoding shares it

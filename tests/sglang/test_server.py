@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -159,6 +160,8 @@ class Writer:
 def test_both_workers_describe_themselves_and_record_the_whole_checkpoint(engine: SglangEngine, first: Path) -> None:
     description = engine.describe(soon())
 
+    assert description.refusals == ()
+    assert description.pause_modes == ("abort", "retract", "in_place")
     assert description.model["model_type"] == "qwen3_moe"
     assert (description.sizes["tp"], description.sizes["pp"], description.version) == (2, 1, -1)
     assert [(r.rank, r.coords["tp"], r.coords["moe_tp"]) for r in description.ranks] == [(0, 0, 0), (1, 1, 1)]
@@ -166,6 +169,10 @@ def test_both_workers_describe_themselves_and_record_the_whole_checkpoint(engine
     for rank in description.ranks:
         replica = build_replica(first, rank.rank, EngineSizes(tp=2))
         assert {p.name: p.shape for p in rank.params} == {n: tuple(t.shape) for n, t in replica.tensors().items()}
+
+    assert engine.generate_stamped(PROMPT, 2, soon())[1] == [("default", 0, 2)]
+    for entries in engine.inventory(None, soon()).values():  # after a request: what is made lazily is there
+        assert {entry["keep"] for entry in entries} == {"synced", "constant"}
 
     before = engine.generate(PROMPT, 8, soon())
     shapes = {name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
@@ -176,6 +183,27 @@ def test_both_workers_describe_themselves_and_record_the_whole_checkpoint(engine
     cut = {rank: [s for s in answer["shards"] if s["tensor"] == "lm_head.weight"] for rank, answer in recorded.items()}
     assert [cut[rank][0]["offset"] for rank in (0, 1)] == [[0, 0], [128, 0]]
     assert engine.generate(PROMPT, 8, soon()) == before, "a recording changed what the engine says"
+
+
+def test_the_inventory_command_looks_at_a_running_server(
+    tp2: tuple[Server, SglangEngine, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from weight_sync_integrations.inventory_command import run
+
+    server, _, token = tp2
+    monkeypatch.setenv("WEIGHT_SYNC_TOKEN", token)
+    workers = ",".join(f"{w.host}:{w.port}" for w in server.workers)
+
+    assert run(["sglang", f"url={server.url}", f"workers={workers}"]) == 0
+    table = capsys.readouterr().out
+    assert "RotaryEmbedding.cos_sin_cache" in table
+    assert "tensors on 2 workers: 2 constant, " in table
+
+    assert run(["sglang", f"url={server.url}", f"workers={workers}", "output=json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    assert {row["rank"] for row in rows} == {0, 1}
+    assert {row["keep"] for row in rows} == {"synced", "constant"}
+    assert token not in table
 
 
 def test_written_weights_give_the_tokens_that_a_load_from_disk_gives(engine: SglangEngine, first: Path, second: Path) -> None:
@@ -212,20 +240,36 @@ def test_a_paused_engine_answers_nothing_until_its_receipt_resumes_it(engine: Sg
     assert answers == [engine.generate(PROMPT, 4, soon())]
 
 
-def test_a_running_request_survives_a_retract_pause_and_is_finished_afterwards(engine: SglangEngine, second: Path) -> None:
-    receipt = Writer(engine, second, EngineSizes(tp=2)).sync("s3", 13)
+def test_a_running_request_survives_a_commit_and_says_which_tokens_came_from_which_version(
+    engine: SglangEngine, first: Path, second: Path
+) -> None:
+    Writer(engine, second, EngineSizes(tp=2)).sync("s3", 13)
     expected = engine.generate(PROMPT, 60, soon())
-    answers: list[list[int]] = []
-    asking = threading.Thread(target=lambda: answers.append(engine.generate(PROMPT, 60, soon())))
+    other = Writer(engine, first, EngineSizes(tp=2))
+    answers: list[tuple[list[int], list[tuple[str, int, int]]]] = []
+    asking = threading.Thread(target=lambda: answers.append(engine.generate_stamped(PROMPT, 60, soon())))
     asking.start()
     until_busy(engine)
-    engine.pause("retract", soon())
-    engine.resume(receipt, soon())
+    receipt = other.sync("s3b", 131)
     asking.join(timeout=90)
 
-    # The retracted part is computed anew in one piece, so late tokens may differ by rounding; it must not be lost.
-    assert [len(answer) for answer in answers] == [60]
-    assert answers[0][:4] == expected[:4]
+    # The retracted part is computed anew in one piece, with the new weights; the request must not be lost.
+    ((tokens, spans),) = answers
+    (old, start, cut), (new, again, end) = spans
+    assert (old, new, start, cut, end) == ("13", "131", 0, again, 60)
+    assert tokens[: min(cut, 4)] == expected[: min(cut, 4)]
+    assert engine.generate_stamped(PROMPT, 4, soon())[1] == [("131", 0, 4)]
+
+    undisturbed = engine.generate(PROMPT, 60, soon())
+    asking = threading.Thread(target=lambda: answers.append(engine.generate_stamped(PROMPT, 60, soon())))
+    asking.start()
+    until_busy(engine)
+    engine.pause("in_place", soon())
+    asking.join(timeout=1.0)
+    assert asking.is_alive(), "a request went on under an in_place pause"
+    engine.resume(receipt, soon())
+    asking.join(timeout=90)
+    assert answers[1] == (undisturbed, [("131", 0, 60)])
 
 
 def test_an_aborted_session_leaves_the_engine_paused_and_a_complete_one_brings_it_back(

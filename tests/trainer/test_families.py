@@ -37,7 +37,7 @@ PAIRWISE_SPARSE = [
     (4, 2, 2, 1, 2),
 ]
 DENSE_MODELS = ("llama", "qwen2", "qwen2 tied", "qwen3")
-VARIANTS = ("glm45 air",)  # one layout is enough: only a few parameters are others
+VARIANTS = ("glm45 air", "glm47_flash")  # one layout is enough: as another model but for a few parameters
 NO_LATENT = "deepseek_v3 without q_lora"
 
 

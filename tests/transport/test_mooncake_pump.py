@@ -34,6 +34,10 @@ class Engine:
         self.most[session] = (max(count, len(here)), max(size, sum(here)))
         return handle
 
+    def batch_transfer_async_read(self, session: str, local: list[int], remote: list[int], nbytes: list[int]) -> int:
+        assert len(local) == len(remote) == len(nbytes) == 1, "one handle for each piece"
+        return self.transfer_submit_write(session, local[0], remote[0], nbytes[0])
+
     def transfer_check_status(self, handle: int) -> int:
         self.looks[handle] = self.looks.get(handle, 0) + 1
         if self.looks[handle] < 2:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weight_sync.errors import BindError, TransportError
 from weight_sync.ids import Deadline
 from weight_sync.transport.base import Batch, Endpoint, Region
-from weight_sync.transport.regions import RegionTable, check_deadline, failed_write, split
+from weight_sync.transport.regions import RegionTable, check_deadline, failed_range, split
 
 ranges = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 60)), max_size=8)
 
@@ -65,7 +65,7 @@ def test_cutting_keeps_every_byte_in_order_and_no_piece_is_longer(sizes: list[in
 def test_the_error_of_one_write_says_which_and_survives_pickling() -> None:
     endpoint = Endpoint("mooncake", "tcp", "10.0.0.1:15000", 3)
     ones = np.array([64, 128], np.int64)
-    error = failed_write(Batch(endpoint, ones, ones, ones, ["a", "lm_head.weight"]), 1, "it failed", -1)
+    error = failed_range(Batch(endpoint, ones, ones, ones, ["a", "lm_head.weight"]), 1, "it failed", -1)
     for seen in (error, pickle.loads(pickle.dumps(error))):
         assert (seen.tensor, seen.byte_range, seen.code) == ("lm_head.weight", (128, 256), -1)
         assert "mooncake/tcp 10.0.0.1:15000" in str(seen)

@@ -39,14 +39,18 @@ class Source:
         table = np.array(writes, np.int64).reshape(-1, 3)
         return Batch(
             endpoint=peer.endpoint if endpoint is None else endpoint,
-            source=self.arena.base + table[:, 0],
-            destination=peer.base + table[:, 1],
+            local=self.arena.base + table[:, 0],
+            remote=peer.base + table[:, 1],
             nbytes=table[:, 2].copy(),
             tensors=[f"tensor{i}" for i in range(len(table))],
         )
 
     def send(self, peer: Any, writes: list[tuple[int, int, int]], seconds: float = LIMIT) -> int:
         ticket = self.transport.write(self.batch(peer, writes))
+        return self.transport.wait(ticket, Deadline.after(seconds)).nbytes
+
+    def fetch(self, peer: Any, reads: list[tuple[int, int, int]], seconds: float = LIMIT) -> int:
+        ticket = self.transport.read(self.batch(peer, reads))
         return self.transport.wait(ticket, Deadline.after(seconds)).nbytes
 
     def expect(self, peer: Any, writes: list[tuple[int, int, int]]) -> str:
@@ -129,6 +133,137 @@ class TransportConformance:
         assert done == [10_000 + k for k in reversed(range(20))]
         assert peer.digest() == source.expect(peer, [write for part in parts for write in part])
 
+    # --- reads
+
+    @settings(
+        max_examples=10,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+    )
+    @given(data=st.data())
+    def test_reads_bring_the_peers_bytes_and_change_nothing_else_on_either_side(
+        self, source: Source, peer: Any, data: st.DataObject
+    ) -> None:
+        peer.fill(0xC5)
+        source.arena.data[:] = np.random.default_rng(1).integers(0, 256, ARENA, dtype=np.uint8)
+        source.send(peer, [(0, 16 * KB, MB)])
+        theirs, mine = peer.digest(), source.arena.data.copy()
+        width = data.draw(st.integers(1, 900), "bytes of a piece")
+        count = data.draw(st.integers(1, min(1200, MB // width)), "pieces")
+        gap = data.draw(st.integers(0, (ARENA - MB - width * count) // count), "bytes between pieces here")
+        order = data.draw(st.randoms(use_true_random=False), "order").sample(range(count), count)
+        source.arena.data[MB:] = 0
+        expected = source.arena.data.copy()
+        reads = [(MB + i * (width + gap), 16 * KB + i * width, width) for i in order]
+        for here, there, nbytes in reads:
+            expected[here : here + nbytes] = mine[there - 16 * KB : there - 16 * KB + nbytes]
+        assert source.fetch(peer, reads) == width * count
+        assert np.array_equal(source.arena.data, expected)
+        assert peer.digest() == theirs, "a read changes nothing at the peer"
+
+    def test_reads_and_writes_in_flight_together_are_told_apart(self, source: Source, peer: Any) -> None:
+        source.send(peer, [(0, 16 * KB, 256 * KB)])
+        source.arena.data[MB:] = 0
+        writes = [[(k * 5000, MB + 256 * KB + k * 5000, 5000)] for k in range(10)]
+        reads = [[(MB + k * 20_000, 16 * KB + k * 20_000, 20_000)] for k in range(10)]
+        batches = [(source.transport.write, one) for one in writes] + [(source.transport.read, one) for one in reads]
+        tickets = [call(source.batch(peer, one)) for pair in zip(batches[:10], batches[10:], strict=True) for call, one in pair]
+        done = [source.transport.wait(ticket, Deadline.after(LIMIT)).nbytes for ticket in tickets]
+        assert done == [5000, 20_000] * 10
+        assert np.array_equal(source.arena.data[MB : MB + 200_000], source.arena.data[:200_000])
+        assert not source.arena.data[MB + 200_000 :].any()
+        assert peer.digest() == source.expect(peer, [(0, 16 * KB, 256 * KB), *(one for part in writes for one in part)])
+
+    def test_a_read_into_memory_that_is_not_registered_here_is_refused(
+        self, make_transport: Callable[[], Transport], peer: Any
+    ) -> None:
+        transport, arena = make_transport(), Arena(ARENA)
+        transport.register([Region(arena.base, MB)])
+        transport.probe(peer.endpoint, Deadline.after(LIMIT))
+        local = np.array([arena.base, arena.base + MB - 1], np.int64)
+        remote = np.array([peer.base + 16 * KB, peer.base + 20 * KB], np.int64)
+        peer.fill(0x11)
+        with pytest.raises(TransportError) as caught:
+            transport.read(Batch(peer.endpoint, local, remote, np.array([10, 2], np.int64), ["good", "model.norm.weight"]))
+        assert (caught.value.code, caught.value.tensor) == ("unregistered local", "model.norm.weight")
+        transport.close()
+        assert arena.digest() == Arena(ARENA).digest()
+
+    @pytest.mark.parametrize(("there", "nbytes"), [(0, 100), (16 * KB + MB - 1, 2)])
+    def test_a_read_of_memory_that_the_peer_did_not_register_is_an_error(
+        self, source: Source, peer: Any, there: int, nbytes: int
+    ) -> None:
+        peer.fill(0x11)
+        before = source.arena.digest()
+        with pytest.raises(TransportError) as caught:
+            source.fetch(peer, [(MB, there, nbytes)])
+        assert (caught.value.code, caught.value.tensor) == ("unregistered remote", "tensor0")
+        assert caught.value.byte_range == (peer.base + there, peer.base + there + nbytes)
+        assert source.arena.digest() == before
+
+    def test_a_peer_that_was_never_probed_or_is_of_another_epoch_is_not_read_from(
+        self, make_transport: Callable[[], Transport], peer: Any
+    ) -> None:
+        side = Source(make_transport())
+        before = side.arena.digest()
+        stale = dataclasses.replace(peer.endpoint, epoch=peer.endpoint.epoch + 1)
+        with pytest.raises(TransportError, match="stale endpoint"):
+            side.transport.probe(stale, Deadline.after(LIMIT))
+        side.transport.probe(peer.endpoint, Deadline.after(LIMIT))
+        with pytest.raises(TransportError) as caught:
+            side.transport.read(side.batch(peer, [(0, 16 * KB, 8)], endpoint=stale))
+        assert caught.value.code == "not probed"
+        assert side.arena.digest() == before
+        side.transport.close()
+
+    def test_a_peer_that_dies_or_closes_before_it_is_read_is_one_error_and_poisons_the_reader(
+        self, make_transport: Callable[[], Transport], make_peer: Callable[..., Any]
+    ) -> None:
+        peer = make_peer(64 * MB, [(0, 64 * MB)])
+        side = Source(make_transport(), 64 * MB)
+        side.transport.probe(peer.endpoint, Deadline.after(LIMIT))
+        assert side.fetch(peer, [(0, 0, MB)]) == MB
+        assert set(side.arena.data[:MB]) == {0xC5}
+        peer.kill()
+        started = time.monotonic()
+        with pytest.raises(TransportError) as caught:
+            side.fetch(peer, [(0, 0, 64 * MB)])
+        assert time.monotonic() - started < LIMIT + 5
+        assert caught.value.tensor in {"tensor0", "(none)"}
+        assert peer.endpoint.address in caught.value.endpoint
+        if caught.value.tensor != "(none)":
+            self.assert_poisoned(side, peer)
+        side.transport.close()
+
+    def test_a_read_of_a_stopped_peer_costs_the_deadline_and_nothing_arrives_after_the_fence(
+        self, make_transport: Callable[[], Transport], make_peer: Callable[..., Any]
+    ) -> None:
+        peer = make_peer(64 * MB, [(0, 64 * MB)])
+        if not hasattr(peer, "stop"):
+            pytest.skip("a peer in this process cannot be stopped")
+        side = Source(make_transport(), 64 * MB)
+        side.transport.probe(peer.endpoint, Deadline.after(LIMIT))
+        peer.stop()
+        ticket = side.transport.read(side.batch(peer, [(0, 0, 64 * MB)]))
+        if self.stopped_peer_can_be_written_to:
+            assert side.transport.wait(ticket, Deadline.after(LIMIT)).nbytes == 64 * MB
+            assert set(side.arena.data[:: 64 * KB]) == {0xC5}
+            side.transport.close()
+            return
+        started = time.monotonic()
+        with pytest.raises(TransportError) as caught:
+            side.transport.wait(ticket, Deadline.after(1.0))
+        assert 0.9 < time.monotonic() - started < 3.0
+        assert caught.value.code == "deadline"
+        self.assert_poisoned(side, peer)
+        side.transport.close()
+        side.arena.data[:] = 0x5A  # the fence is up: this memory is ours again
+        peer.go_on()
+        time.sleep(0.5)
+        assert set(np.unique(side.arena.data)) == {0x5A}
+        peer.end()
+
     # --- refusals: nothing is sent and the transport stays usable
 
     def refused(self, source: Source, peer: Any, writes: list[tuple[int, int, int]], code: str) -> TransportError:
@@ -154,7 +289,7 @@ class TransportConformance:
             )
             with pytest.raises(TransportError) as caught:
                 transport.write(batch)
-            assert (caught.value.code, caught.value.tensor) == ("unregistered source", "model.norm.weight")
+            assert (caught.value.code, caught.value.tensor) == ("unregistered local", "model.norm.weight")
         transport.close()
         assert peer.digest() == Arena(ARENA).digest()
 
@@ -166,7 +301,7 @@ class TransportConformance:
         self, source: Source, peer: Any, there: int, nbytes: int
     ) -> None:
         good = (0, 16 * KB, 64)
-        error = self.refused(source, peer, [good, (0, there, nbytes)], "unregistered destination")
+        error = self.refused(source, peer, [good, (0, there, nbytes)], "unregistered remote")
         assert error.tensor == "tensor1"
         assert error.byte_range == (peer.base + there, peer.base + there + nbytes)
         assert peer.digest() in {source.expect(peer, []), source.expect(peer, [good])}
@@ -324,6 +459,7 @@ class TransportConformance:
             lambda: side.transport.register([Region(side.arena.base, 1)]),
             lambda: side.transport.probe(peer.endpoint, Deadline.after(LIMIT)),
             lambda: side.transport.write(side.batch(peer, [(0, 16 * KB, 8)])),
+            lambda: side.transport.read(side.batch(peer, [(0, 16 * KB, 8)])),
         ]
         for call in calls:
             with pytest.raises(TransportError) as caught:

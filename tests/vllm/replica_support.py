@@ -9,21 +9,35 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 
-@contextmanager
-def vllm_rank(checkpoint: Path, tp: int, pp: int, ep: bool, rank: int) -> Iterator[torch.nn.Module]:
-    """The model of rank `rank` (tp fastest) of an engine of tp x pp workers. ep: experts are owned by the tp ranks."""
-    from vllm.config import set_current_vllm_config
+@dataclass(frozen=True, eq=False)
+class VllmRank:
+    """The model of one rank of an engine. Its loader must be called inside scope(), one rank at a time."""
+
+    model: torch.nn.Module
+    config: Any
+    groups: dict[str, Any]
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        with _as_rank(self.config, self.groups):
+            yield
+
+
+def build_rank(checkpoint: Path, tp: int, pp: int, ep: bool, rank: int) -> VllmRank:
+    """Rank `rank` (tp fastest) of an engine of tp x pp workers. ep: experts are owned by the tp ranks."""
     from vllm.distributed import parallel_state as state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import utils as model_utils
     from vllm.platforms.cpu import CpuPlatform
-    from vllm.utils.torch_utils import set_default_torch_dtype
 
     stage, local = divmod(rank, tp)
     config = EngineArgs(
@@ -47,16 +61,32 @@ def vllm_rank(checkpoint: Path, tp: int, pp: int, ep: bool, rank: int) -> Iterat
         "_EP": group(local, tp),
         **{name: group(0, 1) for name in ("_DP", "_DCP", "_PCP", "_ETP") if hasattr(state, name)},
     }
+    model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), which a new model may have from an old one
+    with _as_rank(config, groups), patch.object(CpuPlatform, "get_attn_backend_cls", classmethod(_dense)):
+        return VllmRank(initialize_model(config), config, groups)
+
+
+@contextmanager
+def vllm_rank(checkpoint: Path, tp: int, pp: int, ep: bool, rank: int) -> Iterator[torch.nn.Module]:
+    """build_rank(), its model inside its scope."""
+    built = build_rank(checkpoint, tp, pp, ep, rank)
+    with built.scope():
+        yield built.model
+
+
+@contextmanager
+def _as_rank(config: Any, groups: dict[str, Any]) -> Iterator[None]:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state as state
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
     saved = {name: getattr(state, name) for name in groups}
-    choose = CpuPlatform.get_attn_backend_cls
     try:
         for name, value in groups.items():
             setattr(state, name, value)
-        CpuPlatform.get_attn_backend_cls = classmethod(_dense)
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-            yield initialize_model(config)
+            yield
     finally:
-        CpuPlatform.get_attn_backend_cls = choose
         for name, value in saved.items():
             setattr(state, name, value)
 

@@ -197,3 +197,17 @@ def test_a_server_that_never_answers_is_stopped_with_its_children_at_the_deadlin
     pid = int((tmp_path / "pid").read_text())
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_a_request_is_looked_at_only_with_the_jobs_token_and_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weight_sync_integrations.vllm import worker
+
+    monkeypatch.setenv(worker.TOKEN_VARIABLE, "secret")
+    monkeypatch.setattr(worker, "MAX_REQUEST", 10)
+
+    def error(token: str, request: str) -> dict[str, Any]:
+        return json.loads(worker.WeightSyncWorkerExtension().weight_sync_call(token, request))["error"]
+
+    assert "wrong token" in error("another job's", "no JSON at all")["message"]
+    assert "11 characters; at most 10" in error("secret", "[" * 11)["message"]
+    assert error("secret", "no JSON")["type"] == "JSONDecodeError"

@@ -25,12 +25,14 @@ SIZES = {
     "tp2pp2": {"tp": 2, "pp": 2},
 }
 DENSE = ("llama", "qwen2", "qwen3")
+FEW = {"glm47_flash": ("tp2ep2", "tp2pp2")}
+"""Models of which CI compares a few layouts only: built like another one. The rest was compared once, during development."""
 CASES = [
     pytest.param(model, name, id=f"{model} {name}")
     for model in MODELS
     for name in SIZES
     # vLLM knows Kimi-K2 by the architecture its published config names, DeepSeek-V3's. It refuses EP without experts.
-    if model != "kimi_k2" and not (name == "tp2ep2" and model.split()[0] in DENSE)
+    if model != "kimi_k2" and not (name == "tp2ep2" and model.split()[0] in DENSE) and name in FEW.get(model, SIZES)
 ]
 
 
@@ -70,6 +72,6 @@ def test_the_declared_layout_is_what_vllms_own_loader_does(checkpoints: Callable
         unexplained = {entry["tensor"] or entry["param"]: entry["operation"] for entry in seen.inexpressible}
         agree(layout, rank, seen.shards, unexplained, computed)
         assert not seen.rewritten
-        assert set(seen.uncovered) & set(live) == {entry["param"] for entry in seen.inexpressible}
+        assert not set(seen.uncovered) & set(live)
         count += len(live)
     record_result("vllm", model, name, "recorder agrees", count)

@@ -109,8 +109,8 @@ def write(folder: Path, bindings: dict[int, dict[str, Any]], only: int | None = 
         transport.probe(endpoint, soon())
         batch = Batch(
             endpoint=endpoint,
-            source=np.array([array.ctypes.data for array in arrays][:only]),
-            destination=np.array([binding["addresses"][name] for name in names][:only]),
+            local=np.array([array.ctypes.data for array in arrays][:only]),
+            remote=np.array([binding["addresses"][name] for name in names][:only]),
             nbytes=np.array([array.nbytes for array in arrays][:only]),
             tensors=names[:only],
         )
@@ -131,6 +131,7 @@ def test_describe_lists_every_worker_with_the_shapes_the_checkpoint_implies(
     engine: VllmEngine, folders: list[Path], references: Any
 ) -> None:
     about = engine.describe(soon())
+    assert about.refusals == ()
     assert about.kind == "vllm"
     assert about.version == -1
     assert about.pause_modes == PAUSE_MODES
@@ -146,6 +147,24 @@ def test_describe_lists_every_worker_with_the_shapes_the_checkpoint_implies(
             name: (tuple(tensor.shape), "float32") for name, tensor in expected.items()
         }
     assert generated(engine) == references[0]
+    for entries in engine.inventory(None, soon()).values():  # after a request: what is made lazily is there
+        assert {entry["keep"] for entry in entries} == {"synced", "constant", "state"}
+
+
+def test_the_inventory_command_looks_at_a_running_server(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from weight_sync_integrations.inventory_command import run
+
+    monkeypatch.setenv("WEIGHT_SYNC_TOKEN", TOKEN)
+    assert run(["vllm", f"url={server.url}"]) == 0
+    table = capsys.readouterr().out
+    assert "Attention.kv_cache" in table
+
+    assert run(["vllm", f"url={server.url}", "output=json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    assert {row["rank"] for row in rows} == {0, 1}
+    assert {row["keep"] for row in rows} == {"synced", "constant", "state"}
 
 
 def test_another_jobs_token_is_refused_by_every_worker_and_harms_nothing(server: Server, engine: VllmEngine) -> None:
@@ -181,9 +200,9 @@ def test_a_worker_refuses_a_plan_for_other_shapes_before_anything_is_paused(engi
 def test_a_session_replaces_weights_under_a_running_request_and_stamps_the_version(
     server: Server, engine: VllmEngine, folders: list[Path], references: Any
 ) -> None:
-    long: list[int] = []
+    long: list[tuple[list[int], list[tuple[str, int, int]]]] = []
     other = VllmEngine(server.name, server.url, TOKEN)
-    request = threading.Thread(target=lambda: long.extend(other.generate([1, 2, 3], 200, soon())))
+    request = threading.Thread(target=lambda: long.append(other.generate_stamped([1, 2, 3], 200, soon())))
     request.start()
 
     bindings = begun(engine, "first", 7)
@@ -206,7 +225,15 @@ def test_a_session_replaces_weights_under_a_running_request_and_stamps_the_versi
     assert generated(engine) == references[1]
     request.join(60)
     other.close()
-    assert len(long) == 200
+    ((tokens, spans),) = long
+    assert len(tokens) == 200
+    if len(spans) > 1:  # else the request began after the pause, and all of it is new
+        (old, start, cut), (new, again, end) = spans
+        assert (old, start, cut) == ("default", 0, again)
+    else:
+        ((new, _, end),) = spans
+    assert (new, end) == ("7", 200)
+    assert engine.generate_stamped(PROMPTS[0], 2, soon())[1] == [("7", 0, 2)]
 
 
 def test_an_aborted_session_leaves_the_engine_paused_until_a_complete_one_commits(

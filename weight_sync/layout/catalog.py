@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -68,7 +69,7 @@ class Catalog:
             total += pattern.count
         object.__setattr__(self, "first", tuple(firsts))
         templates = [pattern.template for pattern in self.patterns]
-        if twice := sorted({t for t in templates if templates.count(t) > 1}):
+        if twice := sorted(template for template, count in Counter(templates).items() if count > 1):
             raise FamilyError(f"HF tensors declared twice: {listed(twice)}")
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ from weight_sync.layout.catalog import Catalog, placeholders
 from weight_sync.layout.expr import evaluate
 from weight_sync.layout.placement import OWN_INDICES, Own, Replicate, Split
 from weight_sync.layout.rules import ParamRule, Stack, Unstack, sources
+from weight_sync.layout.values import CASTS, legal_casts
 
 
 def check_rule(rule: ParamRule, where: str, catalog: Catalog, names: Mapping[str, int], axes: Collection[str]) -> None:
@@ -28,6 +29,10 @@ def check_rule(rule: ParamRule, where: str, catalog: Catalog, names: Mapping[str
         raise FamilyError(f"{where}: unknown dtype {rule.dtype!r}; known: {', '.join(ITEMSIZE)}")
     if rule.value == "cast" and rule.dtype is None:
         raise FamilyError(f"{where}: value: cast needs a dtype to cast to")
+    if rule.value == "cast" and rule.dtype != pattern.dtype and (pattern.dtype, rule.dtype) not in CASTS:
+        raise FamilyError(
+            f"{where}: {pattern.template} is {pattern.dtype}, which cannot be cast to {rule.dtype}; legal: {legal_casts()}"
+        )
     _check_places(rule, where, axes, experts)
     _check_name(rule, where, layered=pattern.layers is not None, separate=bool(experts) and not isinstance(rule, Stack))
 
@@ -71,7 +76,8 @@ def _check_name(rule: ParamRule, where: str, *, layered: bool, separate: bool) -
     layer, expert = found & {"l", "n"}, found & {"e", "i"}
     if unknown := found - {"l", "n", "e", "i"}:
         raise FamilyError(f"{where}: param {rule.param!r}: unknown placeholder {listed(sorted(unknown))}; known: l, n, e, i")
-    if layered and not layer:
+    # A draft module holds one trailing layer under a name without number; two in one name are found when names are compared.
+    if layered and not layer and rule.layers != "mtp":
         raise FamilyError(f"{where}: param {rule.param!r} has neither {{l}} nor {{n}}, but there is one for every layer")
     if layer and not layered:
         raise FamilyError(f"{where}: param {rule.param!r} has {{{min(layer)}}}, but its tensors have no layers")

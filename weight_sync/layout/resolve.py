@@ -7,22 +7,25 @@ parameters, not with Python objects for each shard.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weight_sync.errors import FamilyError, ParallelError, listed
+from weight_sync.layout.active import active_rules, rule_layers
 from weight_sync.layout.catalog import Catalog, Pattern, fill
 from weight_sync.layout.check import check_rule
 from weight_sync.layout.expr import evaluate
-from weight_sync.layout.family import Convention, Model, active_rules, rule_layers
+from weight_sync.layout.family import Convention, Model
 from weight_sync.layout.parallel import Dims
 from weight_sync.layout.pieces import Cutter, Local
 from weight_sync.layout.placement import Own, Replicate, Split
 from weight_sync.layout.rules import Drop, ParamRule, Stack, Unstack, sources
 from weight_sync.layout.table import Ints, Layout, Param
+from weight_sync.layout.values import cast_text
 
 _Held = tuple[int | None, int, int]
 """(model chunk or None, stage-local layer index, global layer)."""
@@ -36,6 +39,7 @@ class _Block:
     shape: tuple[int, ...]
     dtype: str
     filling: int
+    cast_from: str
     tensor: Ints
     param: Ints
     offset: Ints
@@ -88,22 +92,8 @@ def computed_names(model: Model, convention: Convention, dims: Dims, side: str, 
                 continue
             for layer in layers or (0,):
                 for expert in range(max(pattern.experts, 1)):
-                    result[fill(part.hf, l=layer, e=expert)] = f"{rule.value} from {pattern.dtype} to {rule.dtype}"
+                    result[fill(part.hf, l=layer, e=expert)] = cast_text(pattern.dtype, rule.dtype)
     return result
-
-
-def without(layout: Layout, tensors: Collection[str]) -> Layout:
-    """The layout without the parameters that hold any of these HF tensors: what a plan can bring when those go another way."""
-    ids = {layout.catalog.ids[name] for name in tensors}
-    gone = np.isin(layout.tensor, np.fromiter(ids, np.int64, len(ids)))
-    dropped = set(layout.param[gone].tolist())
-    keep = [i for i in range(len(layout.params)) if i not in dropped]
-    row = np.full(len(layout.params), -1, np.int64)
-    row[keep] = np.arange(len(keep))
-    stays = row[layout.param] >= 0
-    columns = {name: getattr(layout, name)[stays] for name in ("tensor", "offset", "shape", "start", "strides")}
-    params = tuple(layout.params[i] for i in keep)
-    return Layout(layout.side, layout.world, layout.catalog, params, param=row[layout.param][stays], **columns)
 
 
 def resolve(model: Model, convention: Convention, dims: Dims, side: str, **symbols: int) -> Layout:
@@ -112,22 +102,39 @@ def resolve(model: Model, convention: Convention, dims: Dims, side: str, **symbo
     symbols: extra names that rules may use (vocab_multiple, say). Raises FamilyError for rules that do not match the model and
     ParallelError for sizes that do not divide it, before anything else happens.
     """
+    return resolve_part(model, convention, dims, side, symbols)
+
+
+def resolve_part(
+    model: Model,
+    convention: Convention,
+    dims: Dims,
+    side: str,
+    symbols: Mapping[str, int],
+    *,
+    ranks: Iterable[int] | None = None,
+    wanted: NDArray[np.bool_] | None = None,
+) -> Layout:
+    """The layout of these ranks only, and of parameters that hold some wanted tensor only; None: all. Errors as of resolve.
+
+    wanted [tensors]: marks. A rule over experts counts as wanted in a layer where any of its experts is.
+    """
     names = symbols_of(model, convention, dims, side, symbols)
     rules = {label: rule for label, rule in active_rules(model, convention, names).items() if not isinstance(rule, Drop)}
-    worker = _Resolver(model, convention, dims, side, names, Cutter(model.catalog, names, dims.sizes, side))
+    worker = _Resolver(model, convention, dims, side, names, Cutter(model.catalog, names, dims.sizes, side), wanted)
     for label, rule in rules.items():
         check_rule(rule, worker.where(label), model.catalog, names, dims.coords(0))
     params: list[Param] = []
     blocks: list[_Block] = []
     firsts: list[int] = []
-    for rank in range(dims.world):
+    for rank in range(dims.world) if ranks is None else sorted(ranks):
         coords = dims.coords(rank)
         mine = [(label, block) for label, rule in rules.items() if (block := worker.block(coords, label, rule)) is not None]
         _distinct(side, rank, mine)
         for _, block in mine:
             blocks.append(block)
             firsts.append(len(params))
-            params += [Param(rank, name, block.shape, block.dtype, block.filling) for name in block.names]
+            params += [Param(rank, n, block.shape, block.dtype, block.filling, block.cast_from) for n in block.names]
     d = model.catalog.ndim
     if not blocks:
         none, wide = np.zeros(0, np.int64), np.zeros((0, d), np.int64)
@@ -166,6 +173,7 @@ class _Resolver:
     side: str
     names: Mapping[str, int]
     cutter: Cutter
+    wanted: NDArray[np.bool_] | None = None
     locals: dict[tuple[str, tuple[int, ...]], Local] = field(default_factory=dict[tuple[str, tuple[int, ...]], Local])
     blocks: dict[tuple[str, tuple[int, ...], int, range], _Block | None] = field(
         default_factory=dict[tuple[str, tuple[int, ...], int, range], _Block | None]
@@ -181,7 +189,7 @@ class _Resolver:
         split = tuple(coords[axis] for axis, placement in rule.place.items() if isinstance(placement, Split))
         key = (label, split, coords["pp"], experts)
         if key not in self.blocks:
-            held = self._held(rule, coords, self.where(label))
+            held = [item for item in self._held(rule, coords, self.where(label)) if self._wanted(rule, item[2])]
             self.blocks[key] = self._filled(label, rule, pattern, coords, split, held, experts) if held else None
         return self.blocks[key]
 
@@ -207,7 +215,22 @@ class _Resolver:
         columns = _columns(self.model.catalog, rule, local, held, experts)
         copies = len(experts) if stacked else 1
         shape = (copies, *local.shape) if stacked else local.shape
-        return _Block(names, shape, rule.dtype or pattern.dtype, local.filling * copies, *columns)
+        dtype = rule.dtype or pattern.dtype
+        cast_from = pattern.dtype if rule.value == "cast" and dtype != pattern.dtype else ""
+        return _Block(names, shape, dtype, local.filling * copies, cast_from, *columns)
+
+    def _wanted(self, rule: ParamRule, layer: int) -> bool:
+        """Whether any tensor that the rule speaks of is wanted in this layer (of experts, any)."""
+        if self.wanted is None:
+            return True
+        catalog = self.model.catalog
+        for part in sources(rule):
+            index = catalog.by_template[part.hf]
+            pattern, each = catalog.patterns[index], max(catalog.patterns[index].experts, 1)
+            first = catalog.first[index] + (pattern.layers.index(layer) * each if pattern.layers is not None else 0)
+            if self.wanted[first : first + each].any():
+                return True
+        return False
 
     def _held(self, rule: ParamRule, coords: Mapping[str, int], where: str) -> list[_Held]:
         """Every layer of the rule that these ranks have; for a rule without layers, each chunk that holds it."""

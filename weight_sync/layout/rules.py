@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from weight_sync.errors import FamilyError
 from weight_sync.layout.placement import Placement, parse_placement
+from weight_sync.layout.values import problem
 
 
 class Frozen(BaseModel):
@@ -40,13 +41,20 @@ class _Rule(Frozen):
     elsewhere). Without it a rule means all decoder layers, never trailing ones: those go by the name mtp."""
     dtype: str | None = None
     """The parameter's dtype on this side where it is not the model's (an fp32 router bias, say)."""
-    value: Literal["cast"] | None = None
-    """What makes the parameter's values of the HF tensor's where its bytes are not simply placed. cast: the tensor's dtype is
-    converted to `dtype`. Such tensors are listed by computed_names: no one-sided write can bring them."""
+    value: str | None = None
+    """What makes the parameter's values of the HF tensor's where its bytes are not simply placed: a name of the closed set in
+    weight_sync.layout.values. cast: the tensor's dtype is converted to `dtype`. Such tensors are listed by computed_names."""
     only_for: tuple[str, ...] = ()
     """HF architectures (model classes of an engine) that alone have this rule."""
     not_for: tuple[str, ...] = ()
     """HF architectures that do not have this rule."""
+
+    @field_validator("value")
+    @classmethod
+    def _known_value(cls, value: str | None) -> str | None:
+        if value is not None and (reason := problem(value)):
+            raise ValueError(reason)
+        return value
 
     @field_validator("place", mode="before")
     @classmethod

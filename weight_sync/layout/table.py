@@ -22,17 +22,23 @@ from weight_sync.layout.box import Box
 from weight_sync.layout.catalog import Catalog
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One physical parameter of one rank. filling: elements no HF tensor covers (vocab padding), never written."""
+    """One physical parameter of one rank.
+
+    filling: elements no HF tensor covers (vocab padding), never written. cast_from: the HF dtype that the parameter's rule
+    declares its values to be cast from; "" where HF bytes are simply placed.
+    """
 
     rank: int
     name: str
     shape: tuple[int, ...]
     dtype: str
     filling: int = 0
+    cast_from: str = ""
 
     @property
     def numel(self) -> int:
@@ -41,8 +47,16 @@ class Param:
 
 def digest_text(params: Sequence[Param]) -> bytes:
     """What a digest takes of parameters: their number, then everything they hold."""
-    lines = [f"{p.rank} {p.name} {p.shape} {p.dtype} {p.filling}" for p in params]
+    lines = [f"{p.rank} {p.name} {p.shape} {p.dtype} {p.filling} {p.cast_from}" for p in params]
     return "\n".join([str(len(lines)), *lines, ""]).encode()
+
+
+def params_to_json(params: Sequence[Param]) -> list[list[Any]]:
+    return [[p.rank, p.name, list(p.shape), p.dtype, p.filling, p.cast_from] for p in params]
+
+
+def params_from_json(data: Sequence[Sequence[Any]]) -> tuple[Param, ...]:
+    return tuple(Param(r, n, tuple(s), d, f, c) for r, n, s, d, f, c in data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +160,7 @@ class Layout:
             "side": self.side,
             "world": self.world,
             "catalog": self.catalog.to_json(),
-            "params": [[p.rank, p.name, list(p.shape), p.dtype, p.filling] for p in self.params],
+            "params": params_to_json(self.params),
             "shards": {
                 name: getattr(self, name).tolist() for name in ("tensor", "param", "offset", "shape", "start", "strides")
             },
@@ -158,8 +172,7 @@ class Layout:
         columns = {name: np.asarray(values, np.int64) for name, values in data["shards"].items()}
         for name in ("offset", "shape", "strides"):
             columns[name] = columns[name].reshape(-1, catalog.ndim)
-        params = tuple(Param(r, n, tuple(s), d, f) for r, n, s, d, f in data["params"])
-        return cls(data["side"], data["world"], catalog, params, **columns)
+        return cls(data["side"], data["world"], catalog, params_from_json(data["params"]), **columns)
 
 
 def layout_from_shards(

@@ -24,7 +24,8 @@ def agree(
     """Raise BindError, naming tensor, rank and both boxes, unless the recording of one rank equals the declared layout.
 
     recorded: shards as Layout.rank_to_json writes them. unexplained: HF name -> operation the recorder could not express.
-    computed: HF name -> operation that the rules declare (computed_names); of these only the operation is compared.
+    computed: HF name -> operation that the rules declare (computed_names). The loader must apply the same one, and place the
+        results alike.
     """
     problems: list[str] = []
     expected = {s.tensor: computed[s.tensor] for s in declared.rank_shards(rank) if s.tensor in computed} if computed else {}
@@ -44,8 +45,8 @@ def agree(
         seen.setdefault((shard.param, shard.tensor), []).append(shard)
     for key in sorted(said.keys() | seen.keys()):
         param, tensor = key
-        if tensor in unexplained:
-            continue
+        if tensor in unexplained and tensor not in expected:
+            continue  # said already
         a, b = said.get(key, []), seen.get(key, [])
         if not a or not b:
             where, boxes = ("recorded", b) if not a else ("declared", a)

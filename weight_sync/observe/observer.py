@@ -64,7 +64,7 @@ class Observer:
         Should recording a failed sync fail as well (a full disk), the sync's own exception still is the one raised, with
         a note about the other.
         """
-        recorder = Recorder(version, session, limit=self._limit, on_phase=self.progress.on_phase)
+        recorder = Recorder(version, session, limit=self._limit, on_phase=self.progress.on_phase, on_say=self.progress.say)
         self.progress.begin(version, nbytes)
         try:
             with recorder:

@@ -1,9 +1,10 @@
 """What a person sees while a sync runs: bars on a terminal, one plain line per phase anywhere else.
 
-Both forms take the same three calls, from any thread:
+Both forms take the same calls, from any thread:
 
     on_phase(name)               a phase begins (pass it to Recorder(on_phase=...))
     on_bytes(rank, done, total)  a source rank has moved `done` of its `total` bytes in this phase; done never shrinks
+    say(text)                    a line that a person should read now (an attempt that is made again)
     end(record)                  the sync is over, committed or not
 
 `begin(version, nbytes)` opens a sync; nbytes is what the plan will write, None where the ranks' totals must do.
@@ -37,6 +38,8 @@ class SyncProgress(Protocol):
     def on_phase(self, name: Phase) -> None: ...
 
     def on_bytes(self, rank: str, done: int, total: int) -> None: ...
+
+    def say(self, text: str) -> None: ...
 
     def end(self, record: SyncRecord) -> None: ...
 
@@ -109,6 +112,10 @@ class LineProgress:
         with self._lock:
             self._meter.moved(rank, done, total)
 
+    def say(self, text: str) -> None:
+        with self._lock:
+            self._write(text)
+
     def end(self, record: SyncRecord) -> None:
         with self._lock:
             if record.error is None:
@@ -175,6 +182,10 @@ class LiveProgress:
                 self._draw_rank(rank)
             else:
                 self._draw_folded()
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self._bars.console.print(text, markup=False, highlight=False)
 
     def end(self, record: SyncRecord) -> None:
         with self._lock:
@@ -247,6 +258,8 @@ class NoProgress:
     def on_phase(self, name: Phase) -> None: ...
 
     def on_bytes(self, rank: str, done: int, total: int) -> None: ...
+
+    def say(self, text: str) -> None: ...
 
     def end(self, record: SyncRecord) -> None: ...
 

@@ -63,7 +63,8 @@ class SpanLog:
 class Recorder:
     """Measures one sync. Not reusable, not thread-safe: one controller thread drives it.
 
-    limit: bytes per second the wire could do, for share_of_limit. on_phase: called with the name when a phase begins.
+    limit: bytes per second the wire could do, for share_of_limit. on_phase: called with the name when a phase begins. on_say:
+    called with what say() is given.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Recorder:
         *,
         limit: float | None = None,
         on_phase: Callable[[Phase], None] | None = None,
+        on_say: Callable[[str], None] | None = None,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
     ) -> None:
@@ -80,6 +82,7 @@ class Recorder:
         self.session = session
         self._limit = limit
         self._on_phase = on_phase
+        self._on_say = on_say
         self._clock = clock
         self._wall = wall
         self._log = SpanLog(CONTROLLER, clock=clock, wall=wall)
@@ -146,6 +149,11 @@ class Recorder:
         self._writes += writes
         self._transfers += transfers
         self._retries += retries
+
+    def say(self, text: str) -> None:
+        """Something a person should read now: an attempt that failed and is made again, a replica that is left out."""
+        if self._on_say is not None:
+            self._on_say(text)
 
     def mark_verified(self) -> None:
         """Every digest was compared and is equal."""

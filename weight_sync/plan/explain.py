@@ -15,6 +15,7 @@ from weight_sync.errors import PlanError, listed
 from weight_sync.ids import Side
 from weight_sync.layout.box import Box
 from weight_sync.layout.table import Ints, Layout
+from weight_sync.plan.picture import bars
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.runs import inner_elements
 
@@ -71,6 +72,42 @@ def explain_rank(plan: Plan, side: Side | str, rank: int) -> str:
         names = dict.fromkeys(plan.catalog.name(t) for t in plan.tensor[rows[params == i]].tolist())
         lines.append(f"  {table[i].name} {list(table[i].shape)}: {listed(names, 4)}")
     return "\n".join(lines)
+
+
+def explain_rows(plan: Plan, rows: Ints, title: str) -> str:
+    """What some transfers bring together: totals, by pair of ranks, and by kind of tensor, each with a bar."""
+    runs, _ = _runs(plan, rows)
+    total = int(plan.nbytes[rows].sum())
+    lines = [f"{title}: {_bytes(total)} in {_count(len(rows), 'transfer')}, {_count(int(runs.sum()), 'run')}"]
+    pair = plan.source_rank[rows] * plan.target_world + plan.target_rank[rows]
+    pairs = _heaviest(pair, plan.nbytes[rows])
+    if len(pairs) > 1:
+        named = ((f"trainer {p // plan.target_world} -> rollout {p % plan.target_world}", n) for p, n in pairs)
+        lines += ["by ranks:", *bars([(label, n, _bytes(n)) for label, n in named])]
+    lines += ["by tensor:", *bars(_templates(plan, rows))]
+    return "\n".join(lines)
+
+
+def _templates(plan: Plan, rows: Ints) -> list[tuple[str, int, str]]:
+    """(template, bytes, text) of the kinds of tensors, heaviest first."""
+    which = np.searchsorted(np.asarray(plan.catalog.first), plan.tensor[rows], "right") - 1
+    return [
+        (
+            plan.catalog.patterns[i].template,
+            n,
+            f"{_bytes(n)} of {_count(len(np.unique(plan.tensor[rows[which == i]])), 'tensor')}",
+        )
+        for i, n in _heaviest(which, plan.nbytes[rows])
+    ]
+
+
+def _heaviest(key: Ints, nbytes: Ints) -> list[tuple[int, int]]:
+    """(key, sum of bytes), heaviest first."""
+    keys, index = np.unique(key, return_inverse=True)
+    total = np.zeros(len(keys), np.int64)
+    np.add.at(total, index, nbytes)
+    order = np.argsort(-total, kind="stable")
+    return list(zip(keys[order].tolist(), total[order].tolist(), strict=True))
 
 
 def summary(plan: Plan) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from weight_sync.errors import PlanError
+from weight_sync.errors import PlanError, listed
 from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.catalog import Catalog
-from weight_sync.layout.table import Ints, Layout, Param, digest_text
+from weight_sync.layout.table import Bools, Ints, Layout, Param, digest_text, params_from_json, params_to_json
 
+FORMAT = "weight_sync.plan/2"
 COLUMNS = ("tensor", "offset", "shape", "source", "source_start", "source_strides", "target", "target_start", "target_strides")
 
 
@@ -57,18 +58,36 @@ class Plan:
         return np.fromiter((p.rank for p in self.source_params), np.int64, len(self.source_params))[self.source]
 
     @cached_property
+    def target_param_rank(self) -> Ints:
+        return np.fromiter((p.rank for p in self.target_params), np.int64, len(self.target_params))
+
+    @cached_property
     def target_rank(self) -> Ints:
-        return np.fromiter((p.rank for p in self.target_params), np.int64, len(self.target_params))[self.target]
+        return self.target_param_rank[self.target]
 
     @cached_property
     def itemsize(self) -> Ints:
-        """Bytes per element of every transfer."""
+        """Bytes per element of every transfer at the destination; they are what travels."""
         sizes = np.fromiter((ITEMSIZE[p.dtype] for p in self.target_params), np.int64, len(self.target_params))
         return sizes[self.target]
 
     @cached_property
+    def casts(self) -> Bools:
+        """Which transfers are cast on their way, from the source parameter's dtype to the destination parameter's."""
+        index = {name: i for i, name in enumerate({p.dtype for p in (*self.source_params, *self.target_params)})}
+        source, target = (
+            np.fromiter((index[p.dtype] for p in params), np.int64, len(params))
+            for params in (self.source_params, self.target_params)
+        )
+        return source[self.source] != target[self.target]
+
+    def dtypes(self, row: int) -> tuple[str, str]:
+        """Dtype at the source and at the destination of a transfer."""
+        return self.source_params[int(self.source[row])].dtype, self.target_params[int(self.target[row])].dtype
+
+    @cached_property
     def nbytes(self) -> Ints:
-        """Bytes of every transfer."""
+        """Bytes of every transfer, as they are written."""
         return self.shape.prod(axis=1) * self.itemsize
 
     @cached_property
@@ -84,30 +103,45 @@ class Plan:
 
     def rows_from(self, rank: int) -> Ints:
         """Transfers that start on a trainer rank."""
-        return np.flatnonzero(self.source_rank == rank)
+        rows, first = self._by_source
+        return rows[first[rank] : first[rank + 1]]
 
     def rows_to(self, rank: int) -> Ints:
         """Transfers that end on a rollout rank."""
-        return np.flatnonzero(self.target_rank == rank)
+        rows, first = self._by_target
+        return rows[first[rank] : first[rank + 1]]
+
+    @cached_property
+    def _by_source(self) -> tuple[Ints, Ints]:
+        return _grouped(self.source_rank, self.source_world)
+
+    @cached_property
+    def _by_target(self) -> tuple[Ints, Ints]:
+        return _grouped(self.target_rank, self.target_world)
 
     def to_json(self) -> dict[str, Any]:
-        def params(items: tuple[Param, ...]) -> list[list[Any]]:
-            return [[p.rank, p.name, list(p.shape), p.dtype, p.filling] for p in items]
-
         return {
-            "format": "weight_sync.plan/1",
+            "format": FORMAT,
             "digest": self.digest,
             "catalog": self.catalog.to_json(),
-            "source": {"world": self.source_world, "hosts": list(self.source_hosts), "params": params(self.source_params)},
-            "target": {"world": self.target_world, "hosts": list(self.target_hosts), "params": params(self.target_params)},
+            "source": {
+                "world": self.source_world,
+                "hosts": list(self.source_hosts),
+                "params": params_to_json(self.source_params),
+            },
+            "target": {
+                "world": self.target_world,
+                "hosts": list(self.target_hosts),
+                "params": params_to_json(self.target_params),
+            },
             "transfers": {name: getattr(self, name).tolist() for name in COLUMNS},
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """The plan that to_json wrote. Raises PlanError when something is missing or its digest is not that of the content."""
-        if data.get("format") != "weight_sync.plan/1":
-            raise PlanError(f"not a saved plan of this version: format is {data.get('format')!r}, want 'weight_sync.plan/1'")
+        if data.get("format") != FORMAT:
+            raise PlanError(f"not a saved plan of this version: format is {data.get('format')!r}, want {FORMAT!r}")
         try:
             catalog = Catalog.from_json(data["catalog"])
             columns = {name: np.asarray(data["transfers"][name], np.int64) for name in COLUMNS}
@@ -115,8 +149,8 @@ class Plan:
                 columns[name] = columns[name].reshape(-1, catalog.ndim)
             plan = cls(
                 catalog,
-                _params(data["source"]),
-                _params(data["target"]),
+                params_from_json(data["source"]["params"]),
+                params_from_json(data["target"]["params"]),
                 data["source"]["world"],
                 data["target"]["world"],
                 tuple(data["source"]["hosts"]),
@@ -130,16 +164,22 @@ class Plan:
         return plan
 
 
-def _params(side: Mapping[str, Any]) -> tuple[Param, ...]:
-    return tuple(Param(r, n, tuple(s), d, f) for r, n, s, d, f in side["params"])
+def _grouped(ranks: Ints, world: int) -> tuple[Ints, Ints]:
+    """Transfers by rank, and where each rank's begin. Every rank asks for its own, so they are sorted once."""
+    rows = np.argsort(ranks, kind="stable")
+    return rows, np.searchsorted(ranks[rows], np.arange(world + 1))
 
 
 def same_inputs(source: Layout, target: Layout) -> None:
     """Raise PlanError unless both layouts speak of the same HF tensors."""
-    if source.catalog.digest != target.catalog.digest:
-        names, others = set(source.catalog.ids), set(target.catalog.ids)
-        only = sorted(names - others)[:4], sorted(others - names)[:4]
+    if source.catalog.digest == target.catalog.digest:
+        return
+    here, there = source.catalog, target.catalog
+    only = sorted(here.ids.keys() - there.ids.keys())[:4], sorted(there.ids.keys() - here.ids.keys())[:4]
+    if any(only):
         raise PlanError(
-            f"the two sides do not hold the same model: only the trainer has {only[0]}, only the rollout has {only[1]}; "
-            "if both are empty, shapes or dtypes differ"
+            f"the two sides do not hold the same model: only the trainer has {only[0]}, only the rollout has {only[1]}"
         )
+    shapes = ((name, here.pattern_of(id_).shape, there.pattern_of(there.ids[name]).shape) for name, id_ in here.ids.items())
+    differ = [f"{name} is {list(a)} on the trainer, {list(b)} on the rollout" for name, a, b in shapes if a != b]
+    raise PlanError(f"the two sides do not hold the same model: {listed(differ) or 'their tensors come in another order'}")

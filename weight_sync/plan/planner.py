@@ -14,21 +14,29 @@ import numpy as np
 from weight_sync.errors import PlanError, listed
 from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.table import Ints, Layout
+from weight_sync.layout.values import CASTS, legal_casts
 from weight_sync.plan.boxes import Boxes, Holders, distinct_boxes, holders
 from weight_sync.plan.plan import Plan, same_inputs
 
 
-def make_plan(source: Layout, target: Layout, source_hosts: Sequence[str] = (), target_hosts: Sequence[str] = ()) -> Plan:
+def make_plan(
+    source: Layout,
+    target: Layout,
+    source_hosts: Sequence[str] = (),
+    target_hosts: Sequence[str] = (),
+    avoid: Sequence[int] = (),
+) -> Plan:
     """Plan the transfers from `source` (trainer) to `target` (rollout).
 
     *_hosts: the host of every rank, or empty when unknown. Of the ranks that hold a box, one on the destination's host is
-    preferred, then the one with the fewest bytes to send so far, then the lowest rank. Raises PlanError when a destination
-    element has no source, or when dtypes differ.
+    preferred, then the one with the fewest bytes to send so far, then the lowest rank. avoid: trainer ranks that send only what
+    no other rank holds. Raises PlanError when a destination
+    element has no source, or when dtypes differ and no rule declares the cast.
     """
     same_inputs(source, target)
-    _same_dtypes(source, target)
+    _legal_dtypes(source, target)
     held, dst = holders(source, distinct_boxes(source)), distinct_boxes(target)
-    pair_dst, pair_src, low, size = _join(held.boxes, dst)
+    pair_dst, pair_src, low, size = join(held.boxes, dst)
     _covered(target, dst, pair_dst, size)
 
     # Spread pairs (sorted by distinct destination box) over every destination shard that has that box.
@@ -39,7 +47,7 @@ def make_plan(source: Layout, target: Layout, source_hosts: Sequence[str] = (), 
 
     hosts = _hosts(source_hosts, source.world, "trainer"), _hosts(target_hosts, target.world, "rollout")
     nbytes = size[pair].prod(axis=1) * _itemsizes(target)[target.param[shard]]
-    row = _choose(source, target.rank[shard], pair_src[pair], held, nbytes, *hosts)
+    row = choose(source, target.rank[shard], pair_src[pair], held, nbytes, *hosts, avoid=avoid)
 
     order = np.lexsort((target.start[shard], target.param[shard], source.rank[row]))
     shard, row, pair = shard[order], row[order], pair[order]
@@ -74,31 +82,49 @@ def _hosts(hosts: Sequence[str], world: int, side: str) -> list[str]:
     return list(hosts) or [""] * world
 
 
-def _same_dtypes(source: Layout, target: Layout) -> None:
-    """A tensor must have one dtype, everywhere on both sides; casts are declared, not guessed."""
-    names = sorted({*source.dtypes, *target.dtypes})
-    if len(names) < 2:
+def _legal_dtypes(source: Layout, target: Layout) -> None:
+    """A tensor has one dtype on the trainer, and on the rollout that one or another that a rule declares as a cast.
+
+    Declared is a cast from the HF tensor's dtype: by the rollout's rule, where the trainer holds the HF dtype, or by the
+    trainer's, where the rollout does. Nothing is guessed, and no value goes through two casts.
+    """
+    kinds = sorted({(p.dtype, p.cast_from) for layout in (source, target) for p in layout.params})
+    if len({dtype for dtype, _ in kinds}) < 2:
         return
-    found = np.zeros((2, len(names), len(source.catalog)), np.bool_)
+    index = {kind: i for i, kind in enumerate(kinds)}
+    held = np.zeros((2, len(kinds), len(source.catalog)), np.bool_)
     for side, layout in enumerate((source, target)):
-        index = np.asarray([names.index(d) for d in layout.dtypes], np.int64)
-        found[side, index[layout.param_dtype[layout.param]], layout.tensor] = True
-    kinds: Ints = found.any(axis=0).astype(np.int64).sum(axis=0)
-    wrong: list[int] = np.flatnonzero(kinds > 1).tolist()
+        kind = np.fromiter((index[p.dtype, p.cast_from] for p in layout.params), np.int64, len(layout.params))
+        held[side, kind[layout.param], layout.tensor] = True
+    legal = np.asarray([[_legal(a, b) for b in kinds] for a in kinds], np.bool_)
+    here, there = held
+    dtypes = sorted({dtype for dtype, _ in kinds})
+    of = np.asarray([[kind[0] == dtype for kind in kinds] for dtype in dtypes], np.bool_)
+    several = (of @ here).astype(np.int64).sum(axis=0) > 1
+    # Every kind held by the trainer must reach every kind held by the rollout: which replica sends is not settled yet.
+    wrong: list[int] = np.flatnonzero(there.any(axis=0) & (several | (there & (~legal.T @ here)).any(axis=0))).tolist()
 
     def said(side: int, tensor: int) -> str:
-        present: list[bool] = found[side, :, tensor].tolist()
-        return " and ".join(name for name, here in zip(names, present, strict=True) if here) or "absent"
+        present: list[int] = np.flatnonzero(held[side, :, tensor]).tolist()
+        words = dict.fromkeys(kinds[i][0] + (f" (cast from {kinds[i][1]})" if kinds[i][1] else "") for i in present)
+        return " and ".join(words) or "absent"
 
     if wrong:
         raise PlanError(
             "dtypes differ: "
             + listed(f"{source.catalog.name(t)} is {said(0, t)} on the trainer, {said(1, t)} on the rollout" for t in wrong)
-            + "; give both sides one dtype, or a quantisation scheme that declares the cast"
+            + "; give both sides one dtype, or declare the cast from the HF tensor's dtype in the rule that places the tensor: "
+            f"`dtype: float32` and `value: cast`, for example (legal: {legal_casts()})"
         )
 
 
-def _join(src: Boxes, dst: Boxes) -> tuple[Ints, Ints, Ints, Ints]:
+def _legal(source: tuple[str, str], target: tuple[str, str]) -> bool:
+    """Whether a parameter of one (dtype, cast from) may be sent to one of another."""
+    (a, a_from), (b, b_from) = source, target
+    return a == b or ((a, b) in CASTS and (b_from == a or a_from == b))
+
+
+def join(src: Boxes, dst: Boxes) -> tuple[Ints, Ints, Ints, Ints]:
     """(dst box, src box, overlap offset, overlap shape) of every overlap, sorted by dst box, then by src box."""
     low = np.searchsorted(src.tensor, dst.tensor, "left")
     count = np.searchsorted(src.tensor, dst.tensor, "right") - low
@@ -132,7 +158,7 @@ def _covered(target: Layout, dst: Boxes, pair_dst: Ints, size: Ints) -> None:
     )
 
 
-def _choose(
+def choose(
     source: Layout,
     target_rank: Ints,
     box: Ints,
@@ -140,8 +166,13 @@ def _choose(
     nbytes: Ints,
     source_hosts: list[str],
     target_hosts: list[str],
+    *,
+    avoid: Sequence[int] = (),
+    load: Sequence[int] = (),
 ) -> Ints:
     """The source shard of every transfer. Boxes with one holder first, then the rest from the largest to the smallest.
+
+    load: bytes that each rank sends already (of a plan that is extended). avoid: see make_plan.
 
     Transfers whose box has the same holders (and, where hosts are known, the same destination host) share a heap of (bytes so
     far, rank, place among the holders). Loads only grow, so an entry that is out of date is corrected when it comes up.
@@ -151,7 +182,7 @@ def _choose(
     source_rank = source.rank
     alone = count == 1
     fixed: list[float] = np.bincount(source_rank[row][alone], weights=nbytes[alone], minlength=source.world).tolist()
-    load = [int(n) for n in fixed]
+    load = [int(n) + before for n, before in zip(fixed, load or [0] * source.world, strict=True)]
     open_ = np.flatnonzero(~alone)
     open_ = open_[np.lexsort((open_, -nbytes[open_]))]
     ranks: list[int] = source_rank[held.rows].tolist()
@@ -170,6 +201,7 @@ def _choose(
             heap = heaps.get((who, host))
             if heap is None:
                 options = [(load[r], r, i) for i, r in enumerate(who)]
+                options = [option for option in options if option[1] not in avoid] or options
                 near = [option for option in options if host and source_hosts[option[1]] == host]
                 heap = heaps[who, host] = near or options
                 heapify(heap)

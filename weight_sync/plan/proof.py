@@ -1,9 +1,9 @@
 """Exact-once: every destination element is written once, every HF tensor is used or dropped with a reason.
 
 The proof shares no code with the planner. Of the plan alone it shows that the transfers tile every destination parameter, stay
-inside every source parameter, keep dtypes and use every element of every HF tensor. Given the layouts as well, it also shows
-that each transfer reads and writes what the layouts say lies there: that the right elements arrive, not just some elements.
-It runs on every plan, in tests and before every binding.
+inside every source parameter, keep dtypes or are casts that a rule declares, and use every element of every HF tensor. Given
+the layouts as well, it also shows that each transfer reads and writes what the layouts say lies there: that the right elements
+arrive, not just some elements. It runs on every plan, in tests and before every binding.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from weight_sync.errors import PlanError, listed
 from weight_sync.ids import Side
 from weight_sync.layout.table import Ints, Layout, Param
+from weight_sync.layout.values import CASTS, legal_casts
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.tiling import disjoint, fills, inside
 
@@ -29,7 +30,7 @@ def prove_exact_once(
     part that is, only the target layout knows.
     """
     _well_formed(plan)
-    _same_dtypes(plan)
+    _dtypes(plan)
     _tiled(plan)
     _used(plan, dropped)
     if source is not None:
@@ -76,15 +77,25 @@ def _well_formed(plan: Plan) -> None:
     _refuse(f"{_where(plan, i)}: reads outside the source parameter" for i in np.flatnonzero(stray).tolist())
 
 
-def _same_dtypes(plan: Plan) -> None:
+def _dtypes(plan: Plan) -> None:
+    """Bytes keep their dtype, but for casts that one side declares from the HF tensor's dtype, which the other side holds."""
     names = sorted({p.dtype for params in (plan.source_params, plan.target_params) for p in params})
     index = {name: i for i, name in enumerate(names)}
     a, b = (
         np.fromiter((index[p.dtype] for p in params), np.int64, len(params))[column]
         for params, column in ((plan.source_params, plan.source), (plan.target_params, plan.target))
     )
-    wrong = np.flatnonzero(a != b).tolist()
-    _refuse(f"{_where(plan, i)}: {names[a[i]]} would be written as {names[b[i]]}" for i in wrong)
+    problems: list[str] = []
+    for i in np.flatnonzero(a != b).tolist():
+        have, want = plan.source_params[int(plan.source[i])], plan.target_params[int(plan.target[i])]
+        stored = plan.catalog.pattern_of(int(plan.tensor[i])).dtype
+        by_rollout = have.dtype == stored == want.cast_from
+        by_trainer = want.dtype == stored == have.cast_from
+        if not by_rollout and not by_trainer:
+            problems.append(f"{_where(plan, i)}: {have.dtype} would be written as {want.dtype}, and no rule declares the cast")
+        elif (have.dtype, want.dtype) not in CASTS:
+            problems.append(f"{_where(plan, i)}: no cast from {have.dtype} to {want.dtype}; legal: {legal_casts()}")
+    _refuse(problems)
 
 
 def _tiled(plan: Plan) -> None:

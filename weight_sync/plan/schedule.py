@@ -4,6 +4,9 @@ A transfer whose runs are long is written run by run, straight into its final pl
 cost more in messages than in bytes, and the transfer is packed at the source (if it is contiguous at the destination), unpacked
 at the destination (if contiguous at the source), or both. Unpacking goes through a bounded staging buffer in rounds. The choice
 is made by the cost model, is part of the digest that all ranks compare, and is reported with its reason.
+
+A transfer that is cast is always packed at the source: its values are converted on the way into the source's staging buffer.
+What is staged, written, digested and counted are the converted bytes.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from math import prod
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from weight_sync.layout.table import Ints
+from weight_sync.layout.values import cast_text
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.runs import inner_elements
 
@@ -89,15 +94,19 @@ class Schedule:
         return 1 + max((p.round for p in self.pieces), default=0)
 
     @cached_property
-    def stage_bytes(self) -> dict[int, int]:
-        """Staging bytes needed by each rollout rank that unpacks."""
-        need: dict[int, int] = {}
-        ranks = self.plan.target_rank
+    def unpacked(self) -> dict[int, list[Piece]]:
+        """Pieces that each rollout rank unpacks, in the order of the plan."""
+        found: dict[int, list[Piece]] = {}
+        ranks: list[int] = self.plan.target_rank.tolist()
         for p in self.pieces:
             if p.method in (Method.UNPACK, Method.BOTH):
-                rank = int(ranks[p.row])
-                need[rank] = max(need.get(rank, 0), p.stage + p.nbytes)
-        return need
+                found.setdefault(ranks[p.row], []).append(p)
+        return found
+
+    @cached_property
+    def stage_bytes(self) -> dict[int, int]:
+        """Staging bytes needed by each rollout rank that unpacks."""
+        return {rank: max(p.stage + p.nbytes for p in pieces) for rank, pieces in self.unpacked.items()}
 
     @cached_property
     def digest(self) -> str:
@@ -119,6 +128,9 @@ class Schedule:
         """Why a transfer travels as it does, with the numbers."""
         direct, packed, runs, run_bytes = (int(x) if i > 1 else float(x) for i, x in enumerate(_costs(self, row)))
         method = Method(int(self.method[row]))
+        if self.plan.casts[row]:
+            also = "" if method is Method.PACK else ", unpacked at the destination"
+            return f"{cast_text(*self.plan.dtypes(row))} while it is packed at the source{also}"
         if method is Method.DIRECT:
             return f"direct: {runs} run(s) of {run_bytes} bytes, {direct * 1e6:.0f} us against {packed * 1e6:.0f} us packed"
         where = {Method.PACK: "packed at the source", Method.UNPACK: "unpacked at the destination"}
@@ -141,13 +153,14 @@ def make_schedule(plan: Plan, costs: CostModel | None = None, budget: Budget | N
         [np.int64(Method.DIRECT), np.int64(Method.PACK), np.int64(Method.UNPACK)],
         np.int64(Method.BOTH),
     )
+    method = np.where(plan.casts, np.where(target_whole, np.int64(Method.PACK), np.int64(Method.BOTH)), method)
     pieces: list[Piece] = []
     cursor: dict[int, tuple[int, int]] = {}
     for row in np.flatnonzero(method != Method.DIRECT).tolist():
         kind = Method(int(method[row]))
         itemsize, rank = int(plan.itemsize[row]), int(plan.target_rank[row])
         for at, shape in _split(tuple(plan.shape[row].tolist()), budget.piece // itemsize):
-            nbytes = int(np.prod(shape)) * itemsize
+            nbytes = prod(shape) * itemsize
             round_, stage = 0, 0
             if kind is not Method.PACK:
                 round_, stage = cursor.get(rank, (0, 0))
@@ -179,7 +192,7 @@ def _costs(schedule: Schedule, row: int) -> tuple[float, float, int, int]:
 
 def _split(shape: tuple[int, ...], limit: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut a box into (offset, shape) boxes of at most `limit` elements, along the outermost dims."""
-    total = int(np.prod(shape))
+    total = prod(shape)
     if total <= limit:
         return [((0,) * len(shape), shape)]
     d = next(i for i, size in enumerate(shape) if size > 1)

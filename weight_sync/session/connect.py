@@ -1,40 +1,42 @@
 """Connecting two live sides: everything that can be wrong is found here, before an engine is paused.
 
 describe both sides -> same model, same parallel sizes -> layouts -> plan and proof, on every rank -> second witness -> bind.
+Where the rollout layout is not declared it is recorded before the plan is made, and there is no second witness.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from weight_sync.errors import BindError, PlanError, WeightSyncError, listed
 from weight_sync.ids import Deadline
+from weight_sync.layout.catalog import Catalog
 from weight_sync.layout.parallel import EngineDims, world_error
 from weight_sync.layout.table import Layout, Param, layout_from_shards
 from weight_sync.layout.witness import agree
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.schedule import Budget, CostModel, Schedule
+from weight_sync.session.calls import on_each
 from weight_sync.session.contracts import EngineDescription, PauseMode, RolloutEngine, TrainerGroup
-from weight_sync.session.inputs import Declared, PlanInputs, dims_of, dropped_names, model_of
+from weight_sync.session.digests import kind_for
+from weight_sync.session.inputs import Declared, PlanInputs, Recorded, computed_names, dims_of, dropped_names, tensors_of
+from weight_sync.session.recorded import ONE_WITNESS, published_catalog, recorded_layout, unserved_names
 from weight_sync.session.tables import target_table
-
-K = TypeVar("K")
-V = TypeVar("V")
+from weight_sync.session.takeover import Survey, survey
 
 
 @dataclass(frozen=True, slots=True)
 class SyncSpec:
     """What to sync and how. trainer: declared, or None to read the layout from live shards (FSDP).
 
-    witness: compare the declared rollout layout with a recording of the engine's own loader.
+    witness: compare a declared rollout layout with a recording of the engine's own loader.
     """
 
     trainer: Declared | None
-    rollout: Declared
+    rollout: Declared | Recorded
     witness: bool = True
     costs: CostModel = field(default_factory=CostModel)
     budget: Budget = field(default_factory=Budget)
@@ -42,43 +44,31 @@ class SyncSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Connection:
-    """A schedule bound to live processes. epochs: of each engine's workers, by engine, then local rank."""
+    """A schedule bound to live processes. bindings: what each engine's workers answered to bind, by engine, then local rank.
+
+    layouts: those that `inputs` describe, before its changes. dims: of one engine and how many there were then. labels, rounds:
+    for each engine, the digest and staging rounds of the schedule that it was bound with. An engine that joined later did not
+    change what the others were told, so nobody tells them again.
+    """
 
     schedule: Schedule
     layouts: tuple[Layout, Layout]
-    epochs: tuple[dict[int, int], ...]
+    inputs: PlanInputs
+    dims: EngineDims
+    bindings: tuple[dict[int, dict[str, Any]], ...]
+    labels: tuple[str, ...]
+    rounds: tuple[int, ...]
+    digest: str
+    """Which digest both sides compute of every transfer (weight_sync.session.digests)."""
 
     @property
     def plan(self) -> Plan:
         return self.schedule.plan
 
-
-def together(calls: Mapping[K, Callable[[], V]]) -> dict[K, V]:
-    """Run all calls at once, wait for all, and return their results; raise the first error with the others as notes."""
-    with ThreadPoolExecutor(max_workers=max(1, len(calls))) as pool:
-        futures = {key: pool.submit(call) for key, call in calls.items()}
-    failed = {key: error for key, future in futures.items() if (error := future.exception()) is not None}
-    if failed:
-        (_, first), *others = failed.items()
-        for key, error in others:
-            add_error(first, f"also {key}", error)
-        raise first
-    return {key: future.result() for key, future in futures.items()}
-
-
-def on_each(engines: Sequence[RolloutEngine], call: Callable[[int, RolloutEngine], V]) -> dict[int, V]:
-    """call(index, engine) for all engines at once; results by index. Errors as together() has them."""
-    calls = {f"engine {engine.name}": partial(call, i, engine) for i, engine in enumerate(engines)}
-    if len(calls) != len(engines):
-        raise BindError(f"engines need names of their own, got {listed(engine.name for engine in engines)}")
-    return dict(enumerate(together(calls).values()))
-
-
-def add_error(first: BaseException, what: str, other: BaseException) -> None:
-    """Note `other`, with what was noted on it, on the error that will be raised."""
-    first.add_note(f"{what}: {type(other).__name__}: {other}")
-    for note in list(getattr(other, "__notes__", [])) if other is not first else []:
-        first.add_note(f"{what}: {note}")
+    @property
+    def epochs(self) -> tuple[dict[int, int], ...]:
+        """Of each engine's workers, by engine, then local rank."""
+        return tuple({local: b["epoch"] for local, b in by_rank.items()} for by_rank in self.bindings)
 
 
 def connect(
@@ -88,64 +78,141 @@ def connect(
     deadline: Deadline,
     *,
     pause: PauseMode | None = None,
+    controller: str = "",
+    avoid: Sequence[int] = (),
+    found: Survey | None = None,
 ) -> Connection:
     """Make, prove and bind the plan. Raises one error for anything that does not fit; nothing is paused or written.
 
-    pause: the mode that syncs will use; refused here if an engine does not offer it.
+    pause: the mode that syncs will use; refused here if an engine does not offer it. controller: its name, see gate.py. avoid:
+    trainer ranks that send only what no other rank holds. found: both sides' descriptions, if they were asked a moment ago.
     """
     ranks = range(trainers.world)
-    described = trainers.call("describe", {rank: {} for rank in ranks}, deadline)
-    servers = on_each(engines, lambda _, engine: engine.describe(deadline))
-    for server in servers.values():
-        if pause is not None and pause not in server.pause_modes:
-            raise BindError(f"engine {server.name} cannot pause with mode {pause}; it offers {listed(server.pause_modes)}")
-    _same_model(spec, servers, engines)
-    dims = _same_sizes(spec, servers, engines)
+    found = found or survey(trainers, engines, deadline)
+    described, servers = found.trainers, found.engines
+    dims = check_engines(spec, servers, engines, pause)
+    model = tensors_of(spec.rollout)
+    catalog = published_catalog(described) if model is None else model.catalog
     source: Declared | Mapping[str, Any]
     if spec.trainer is not None:
         source = spec.trainer
         _trainer_sizes(spec.trainer, described)
     else:
-        source = live_layout(spec.rollout, described).to_json()
+        source = live_layout(catalog, described).to_json()
+    target, dropped = _target(spec.rollout, catalog, engines, servers, deadline)
     inputs = PlanInputs(
         source=source,
-        target=spec.rollout,
+        target=target,
         source_hosts=[described[rank]["host"] for rank in ranks],
         target_hosts=[server.ranks[r].host for server in servers.values() for r in range(dims.engine_world)],
-        dropped=sorted(dropped_names(spec.rollout, "rollout")),
+        dropped=sorted(dropped),
         costs=spec.costs,
         budget=spec.budget,
+        avoid=sorted(avoid),
     )
     layouts = inputs.layouts()
     schedule = inputs.schedule(layouts)
-    payload = inputs.to_json()
+    payload = inputs.to_json() | {"controller": controller}
     answers = trainers.call("plan", dict.fromkeys(ranks, payload), deadline)
     if wrong := {rank: a["digest"] for rank, a in answers.items() if a["digest"] != schedule.digest}:
         raise PlanError(f"trainer ranks computed another plan than the controller's {schedule.digest}: {wrong}")
-    if spec.witness:
-        _witness(engines, layouts[1], dims, deadline)
-    bindings = on_each(engines, lambda i, engine: engine.bind(_tables(schedule, i, dims), deadline))
-    for i, by_rank in bindings.items():
-        if sorted(by_rank) != list(range(dims.engine_world)):
-            raise BindError(f"engine {engines[i].name}: workers {sorted(by_rank)} of {dims.engine_world} answered bind")
-    targets = {i * dims.engine_world + local: b for i, by_rank in bindings.items() for local, b in by_rank.items()}
-    bind = {"plan": schedule.digest, "targets": targets, "seconds": deadline.remaining()}
-    trainers.call("bind", dict.fromkeys(ranks, bind), deadline)
-    epochs = tuple({local: b["epoch"] for local, b in by_rank.items()} for _, by_rank in sorted(bindings.items()))
-    return Connection(schedule, layouts, epochs)
+    if isinstance(spec.rollout, Declared):
+        check_recordings(spec, layouts[1], engines, dims, deadline)
+    devices = [described[rank]["device"] for rank in ranks] + [r.device for server in servers.values() for r in server.ranks]
+    digest = kind_for(devices)
+    bindings = bind_engines(dict(enumerate(engines)), schedule, dims, digest, controller, deadline)
+    everybody = len(engines)
+    connection = Connection(
+        schedule,
+        layouts,
+        inputs,
+        dims,
+        tuple(bindings[i] for i in range(everybody)),
+        (schedule.digest,) * everybody,
+        (schedule.rounds,) * everybody,
+        digest,
+    )
+    bind_trainers(trainers, connection, controller, deadline)
+    return connection
 
 
-def _tables(schedule: Schedule, engine: int, dims: EngineDims) -> dict[int, dict[str, Any]]:
+def bind_engines(
+    engines: Mapping[int, RolloutEngine],
+    schedule: Schedule,
+    dims: EngineDims,
+    digest: str,
+    controller: str,
+    deadline: Deadline,
+) -> dict[int, dict[int, dict[str, Any]]]:
+    """Bind engines, given by their place in the plan; digest: as in Connection. Returns what their workers answered, by place, then local rank."""
     width = dims.engine_world
-    return {local: target_table(schedule, engine * width + local) for local in range(width)}
+    places = list(engines)
+
+    def tables(place: int) -> dict[int, dict[str, Any]]:
+        ranks = range(place * width, (place + 1) * width)
+        common = {"controller": controller, "digest": digest}
+        return {local: target_table(schedule, rank) | common for local, rank in enumerate(ranks)}
+
+    answers = on_each([engines[i] for i in places], lambda i, engine: engine.bind(tables(places[i]), deadline), deadline)
+    for i, by_rank in answers.items():
+        if sorted(by_rank) != list(range(width)):
+            raise BindError(f"engine {engines[places[i]].name}: workers {sorted(by_rank)} of {width} answered bind")
+    return {places[i]: by_rank for i, by_rank in answers.items()}
+
+
+def bind_trainers(trainers: TrainerGroup, connection: Connection, controller: str, deadline: Deadline) -> None:
+    """Tell every trainer rank where the engines' workers are; each proves that its peers answer."""
+    width = connection.dims.engine_world
+    targets = {i * width + local: b for i, by_rank in enumerate(connection.bindings) for local, b in by_rank.items()}
+    bind = {
+        "plan": connection.schedule.digest,
+        "targets": targets,
+        "digest": connection.digest,
+        "controller": controller,
+        "seconds": deadline.check("bind"),
+    }
+    trainers.call("bind", dict.fromkeys(range(trainers.world), bind), deadline)
+
+
+def check_engines(
+    spec: SyncSpec, servers: Mapping[int, EngineDescription], engines: Sequence[RolloutEngine], pause: PauseMode | None
+) -> EngineDims:
+    """Raise BindError unless the engines are those of the spec, as many and as large, and can be paused by that mode."""
+    for server in servers.values():
+        if server.refusals:
+            raise BindError(f"engine {server.name} cannot be synced as it runs: {'; '.join(server.refusals)}")
+        if pause is not None and pause not in server.pause_modes:
+            raise BindError(f"engine {server.name} cannot pause with mode {pause}; it offers {listed(server.pause_modes)}")
+    _same_model(spec, servers, engines)
+    return _same_sizes(spec, servers, engines)
+
+
+def check_recordings(
+    spec: SyncSpec, rollout: Layout, engines: Sequence[RolloutEngine], dims: EngineDims, deadline: Deadline
+) -> None:
+    """The second witness: what the loaders of these engines do, against the first engines' part of the layout.
+
+    A layout that is not declared was recorded from the engines there were; one that joins has to agree with it.
+    """
+    if isinstance(spec.rollout, Declared):
+        if spec.witness:
+            _witness(engines, rollout, computed_names(spec.rollout, "rollout"), dims, deadline)
+    else:
+        _witness(engines, rollout, {}, dims, deadline)
 
 
 def _same_model(spec: SyncSpec, servers: Mapping[int, EngineDescription], engines: Sequence[RolloutEngine]) -> None:
-    """Every engine must serve the declared model: same architecture, same sizes."""
-    want, _ = model_of(spec.rollout)
+    """Every engine must serve the declared model: same architecture, same sizes (which a recording proves by itself)."""
+    want = tensors_of(spec.rollout)
     for i, server in servers.items():
+        if want is None:
+            ours, theirs = (list(config.get("architectures") or []) for config in (spec.rollout.config, server.model))
+            if ours != theirs:
+                raise BindError(f"engine {engines[i].name} serves another model: architectures={theirs}, not {ours}")
+            continue
         try:
-            have, _ = model_of(replace(spec.rollout, config=server.model))
+            have = tensors_of(replace(spec.rollout, config=server.model))
+            assert have is not None
         except WeightSyncError as error:
             raise BindError(f"engine {engines[i].name} serves another model: {error}") from None
         wrong = [
@@ -190,9 +257,8 @@ def _trainer_sizes(declared: Declared, described: Mapping[int, Mapping[str, Any]
             raise BindError(f"trainer rank {rank} sits elsewhere on the mesh than declared: {listed(off)}")
 
 
-def live_layout(declared: Declared, described: Mapping[int, Mapping[str, Any]]) -> Layout:
-    """The trainer's layout as its ranks publish it. declared: gives the model's HF tensors."""
-    model, _ = model_of(declared)
+def live_layout(catalog: Catalog, described: Mapping[int, Mapping[str, Any]]) -> Layout:
+    """The trainer's layout as its ranks publish it. catalog: the model's HF tensors."""
     params: list[list[Param]] = []
     shards: list[list[Mapping[str, Any]]] = []
     for rank in sorted(described):
@@ -201,14 +267,43 @@ def live_layout(declared: Declared, described: Mapping[int, Mapping[str, Any]]) 
             raise BindError(f"trainer rank {rank} publishes no shards, and no trainer layout is declared")
         params.append([Param(rank, p["name"], tuple(p["shape"]), p["dtype"]) for p in description["params"]])
         shards.append(list(description["shards"]))
-    return layout_from_shards("trainer", model.catalog, params, shards)
+    return layout_from_shards("trainer", catalog, params, shards)
 
 
-def _witness(engines: Sequence[RolloutEngine], declared: Layout, dims: EngineDims, deadline: Deadline) -> None:
-    tensors = {name: (list(pattern.shape), pattern.dtype) for pattern in declared.catalog.patterns for name in pattern.names()}
-    recordings = on_each(engines, lambda _, engine: engine.record(tensors, deadline))
+def _target(
+    rollout: Declared | Recorded,
+    catalog: Catalog,
+    engines: Sequence[RolloutEngine],
+    servers: Mapping[int, EngineDescription],
+    deadline: Deadline,
+) -> tuple[Declared | Mapping[str, Any], Sequence[str]]:
+    """(the rollout's layout as PlanInputs takes it, the HF names it does not hold)."""
+    if isinstance(rollout, Declared):
+        return rollout, dropped_names(rollout, "rollout")
+    dims = dims_of(rollout, "rollout")
+    assert isinstance(dims, EngineDims)
+    recordings = _recordings(engines, catalog, dims, deadline)
+    numbers = range(len(engines))
+    layout = recorded_layout(catalog, [servers[i] for i in numbers], [recordings[i] for i in numbers], rollout.untouched)
+    logging.getLogger("weight_sync").warning(ONE_WITNESS)  # a warning: it is shown without any logging being set up
+    return layout.to_json(), unserved_names(layout, rollout.unserved)
+
+
+def _recordings(
+    engines: Sequence[RolloutEngine], catalog: Catalog, dims: EngineDims, deadline: Deadline
+) -> dict[int, dict[int, dict[str, Any]]]:
+    """What every worker's loader does with the catalog's tensors, by engine, then worker rank."""
+    tensors = {name: (list(pattern.shape), pattern.dtype) for pattern in catalog.patterns for name in pattern.names()}
+    recordings = on_each(engines, lambda _, engine: engine.record(tensors, deadline), deadline)
     for i, by_rank in recordings.items():
         if sorted(by_rank) != list(range(dims.engine_world)):
             raise BindError(f"engine {engines[i].name}: workers {sorted(by_rank)} of {dims.engine_world} were recorded")
+    return recordings
+
+
+def _witness(
+    engines: Sequence[RolloutEngine], declared: Layout, computed: Mapping[str, str], dims: EngineDims, deadline: Deadline
+) -> None:
+    for i, by_rank in _recordings(engines, declared.catalog, dims, deadline).items():
         for local, recording in sorted(by_rank.items()):
-            agree(declared, i * dims.engine_world + local, recording["shards"], recording["unexplained"])
+            agree(declared, i * dims.engine_world + local, recording["shards"], recording["unexplained"], computed)

@@ -11,13 +11,19 @@ Trainer side, in every trainer rank's process:
 
 Rollout side, in the controller's process, one object for each engine:
 
-    describe()                  any time; the model it serves, its parallel sizes, each worker's live parameters.
+    describe()                  any time; the model it serves, its parallel sizes, each worker's live parameters, and where it
+                                stands (EngineState): what a controller that takes over needs to know.
+    claim(controller)           before anything else a controller does: from here on a controller of a lower generation is
+                                refused by every verb that has a session, and by resume(). See weight_sync.session.gate.
     pause(mode)                 generation stops; from here on only a receipt resumes it.
     bind(tables)                each worker checks its part of the plan against its live parameters, registers its memory
                                 and says where it is. Nothing is paused yet.
     begin(session, version)     workers accept bytes for this session only; refused if the engine is not paused.
     place(round)                workers unpack one staging round (only where the plan has staged pieces).
+    pull(session, peers)        instead of the trainer's writes: each worker reads the bytes of all its transfers from the same
+                                worker of another engine, which goes on serving.
     verify()                    workers digest the live destination bytes of every transfer.
+    check(step)                 snapshot, scramble, compare: what check_weight_equal asks of each worker.
     finish(session, version)    after the controller compared the digests: post-processing, caches, version. -> Receipt
     resume(receipt)             generation goes on. Nothing else resumes an engine.
     abort(reason)               the session is over without commit: workers close their transports, bindings are void, a paused
@@ -39,6 +45,9 @@ from weight_sync.transport.base import Endpoint
 PauseMode = Literal["abort", "retract", "in_place", "wait", "keep"]
 """abort: drop running requests; retract: requeue them (KV freed); in_place: stop between steps, KV kept;
 wait: let running requests end first; keep: vLLM's word for in_place. What an engine offers differs: ask describe()."""
+
+
+CheckStep = Literal["snapshot", "scramble", "compare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,7 @@ class RankDescription:
 
     coords: its index on every parallel axis. epoch: changes when memory moves or the process is replaced; a binding made
     for another epoch is refused. endpoint is None where no transport has been opened yet.
+    device: "cpu" or "cuda", where its parameters are.
     shards: only for sides whose layout is read from the live process (FSDP DTensors, recorded engines), as
     `Layout.rank_to_json` writes them; None where the layout is declared.
     """
@@ -83,6 +93,7 @@ class RankDescription:
     storages: tuple[LiveStorage, ...]
     endpoint: Endpoint | None = None
     shards: list[dict[str, Any]] | None = None
+    device: str = "cpu"
 
 
 def describe_from_json(data: Mapping[str, Any]) -> RankDescription:
@@ -100,24 +111,8 @@ def describe_from_json(data: Mapping[str, Any]) -> RankDescription:
         storages=tuple(LiveStorage(s["address"], s["nbytes"]) for s in data["storages"]),
         endpoint=None if data.get("endpoint") is None else Endpoint.from_json(data["endpoint"]),
         shards=data.get("shards"),
+        device=data.get("device", "cpu"),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineDescription:
-    """One engine. model: the HF config it serves (as loaded from its config.json). sizes: parallel size by axis.
-
-    pause_modes: what pause() accepts. version: the committed integer it last reported, -1 if it never got one.
-    """
-
-    name: str
-    kind: str
-    model: dict[str, Any]
-    sizes: dict[str, int]
-    version: int
-    pause_modes: tuple[PauseMode, ...]
-    ranks: tuple[RankDescription, ...]
-    software: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +123,71 @@ class Receipt:
     session: str
     version: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """Where an engine stands. A controller that was restarted reads this instead of a memory it no longer has.
+
+    paused: generation stands. session: the one that is open, "" for none. receipt: of its last finish(), None once another
+    session was begun or it was aborted. reason: why it was aborted or stands, "" if nobody said. generation: the highest of the
+    controllers that claimed it, 0 for none.
+    """
+
+    paused: bool
+    session: str = ""
+    receipt: Receipt | None = None
+    reason: str = ""
+    generation: int = 0
+
+    def text(self) -> str:
+        """In words, for messages: also for an engine whose controller died before it could say why it is paused."""
+        if self.session:
+            where = f"session {self.session} was begun and not finished"
+        elif self.receipt is not None:
+            where = f"holds version {self.receipt.version}, verified in session {self.receipt.session}"
+        else:
+            where = "holds no receipt"
+        why = f" ({self.reason})" if self.reason else ""
+        return f"{'paused' if self.paused else 'serving'}, {where}{why}"
+
+
+def engine_state(
+    name: str, paused: bool, workers: Mapping[int, Mapping[str, Any]], generations: Iterable[int]
+) -> EngineState:
+    """Where an engine stands, from what its workers keep (by rank): session, suspect, aborted, committed {session, version,
+    digest} or None. A receipt counts only if all workers hold the same one and none has bytes that nobody vouches for.
+    """
+    held = [worker["committed"] for worker in workers.values() if not worker["suspect"]]
+    whole = len(held) == len(workers) and held and held[0] is not None and all(other == held[0] for other in held)
+    return EngineState(
+        paused=paused,
+        session=max((str(worker["session"] or "") for worker in workers.values()), default=""),
+        receipt=Receipt(name, **held[0]) if whole else None,
+        reason="; ".join(sorted({worker["aborted"] for worker in workers.values()} - {"", None})),
+        generation=max(generations, default=0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDescription:
+    """One engine. model: the HF config it serves (as loaded from its config.json). sizes: parallel size by axis.
+
+    pause_modes: what pause() accepts. version: the committed integer it last reported, -1 if it never got one. state: None
+    from an adapter that cannot tell; recover() needs it. refusals: why it cannot be synced
+    as it runs (experts that move, memory that cannot be registered, LoRA), each by the argument that causes it.
+    """
+
+    name: str
+    kind: str
+    model: dict[str, Any]
+    sizes: dict[str, int]
+    version: int
+    pause_modes: tuple[PauseMode, ...]
+    ranks: tuple[RankDescription, ...]
+    software: dict[str, str] = field(default_factory=dict)
+    refusals: tuple[str, ...] = ()
+    state: EngineState | None = None
 
 
 class TrainerSource(Protocol):
@@ -158,10 +218,16 @@ class RolloutEngine(Protocol):
 
     def describe(self, deadline: Deadline) -> EngineDescription: ...
 
+    def claim(self, controller: str, deadline: Deadline) -> None:
+        """TargetAgent's claim on each worker rank. Raises SessionError if a controller of a higher generation holds one."""
+        ...
+
     def record(self, tensors: Mapping[str, tuple[list[int], str]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         """The second witness: what the engine's own loader does with HF tensors of these shapes and dtypes.
 
-        For each worker rank: {"shards": as Layout.rank_to_json, "unexplained": {HF name: operation}}. No live byte changes.
+        For each worker rank: {"shards": as Layout.rank_to_json, "unexplained": {HF name: operation}, "constants": regions of
+        parameters set to one value ({"param", "start", "shape", "strides"}), "rewritten": {parameter: elements written again}}.
+        No live byte changes.
         """
         ...
 
@@ -175,8 +241,19 @@ class RolloutEngine(Protocol):
 
     def place(self, session: str, round: int, deadline: Deadline) -> None: ...
 
-    def verify(self, session: str, deadline: Deadline) -> dict[int, list[str]]:
-        """Hex digests, for each worker rank, in the order of the transfers given to bind()."""
+    def pull(self, session: str, peers: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        """TargetAgent's pull on each worker rank: {"session", "peer": peers[rank], "seconds"} -> {"bytes", "reads"}.
+
+        peers: for each worker rank, what the bind() of another engine's same worker answered.
+        """
+        ...
+
+    def verify(self, session: str, deadline: Deadline, digests: bool = True) -> dict[int, list[str]]:
+        """Hex digests, for each worker rank, in the order of the transfers given to bind(); empty lists without `digests`."""
+        ...
+
+    def check(self, session: str, step: CheckStep, deadline: Deadline) -> dict[int, dict[str, Any]]:
+        """TargetAgent's snapshot, scramble or compare on each worker; replies by rank. VerifyError where bytes differ."""
         ...
 
     def finish(self, session: str, version: int, digest: str, deadline: Deadline) -> Receipt: ...
@@ -197,8 +274,14 @@ class SyncObserver(Protocol):
         """What a rank measured itself: {"rank", "phase", "start", "end" (its monotonic seconds), "wall", "nbytes"}."""
         ...
 
-    def count(self, *, bytes: int | None = None, gathered_bytes: int = 0, writes: int = 0, transfers: int = 0) -> None:
+    def count(
+        self, *, bytes: int | None = None, gathered_bytes: int = 0, writes: int = 0, transfers: int = 0, retries: int = 0
+    ) -> None:
         """What was really done, once it was."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Something a person should read now: an attempt that failed and is made again, a replica that is left out."""
         ...
 
     def mark_verified(self) -> None: ...

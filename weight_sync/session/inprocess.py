@@ -15,9 +15,11 @@ import numpy as np
 from weight_sync.errors import RolloutError
 from weight_sync.ids import ITEMSIZE, Deadline
 from weight_sync.layout.table import Layout
-from weight_sync.session.connect import together
+from weight_sync.session.calls import together
 from weight_sync.session.contracts import (
+    CheckStep,
     EngineDescription,
+    EngineState,
     PauseMode,
     RankDescription,
     Receipt,
@@ -86,11 +88,15 @@ class InProcessTrainers:
 
     def call(self, method: str, payloads: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         deadline.check(f"trainer {method}")
-        return together({r: (lambda r=r, p=p: self._agents[r].call(method, p)) for r, p in payloads.items()})
+        return together({r: (lambda r=r, p=p: self._agents[r].call(method, p)) for r, p in payloads.items()}, deadline)
 
 
 class InProcessEngine:
-    """A RolloutEngine over agents in this process. model: the HF config it claims to serve. sizes: by axis."""
+    """A RolloutEngine over agents in this process. model: the HF config it claims to serve. sizes: by axis.
+
+    What it holds and where it stands is kept here, as a real engine keeps it in its own process: any number of controllers may
+    come to it one after another.
+    """
 
     def __init__(
         self,
@@ -108,22 +114,41 @@ class InProcessEngine:
         self.paused = False
         self.reason: str | None = None
         self._receipt: Receipt | None = None
+        self._session = ""
 
     @property
     def serving(self) -> bool:
         return not self.paused
 
-    def _each(self, method: str, payloads: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        return together({r: (lambda r=r, p=p: self._agents[r].call(method, p)) for r, p in payloads.items()})
+    def _each(self, method: str, payloads: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        deadline.check(f"engine {self.name}: {method}")
+        return together({r: (lambda r=r, p=p: self._agents[r].call(method, p)) for r, p in payloads.items()}, deadline)
 
-    def _all(self, method: str, **payload: Any) -> dict[int, dict[str, Any]]:
-        return self._each(method, dict.fromkeys(self._agents, payload))
+    def _all(self, method: str, deadline: Deadline, **payload: Any) -> dict[int, dict[str, Any]]:
+        return self._each(method, dict.fromkeys(self._agents, payload), deadline)
 
     def describe(self, deadline: Deadline) -> EngineDescription:
-        ranks = tuple(describe_from_json(d) for _, d in sorted(self._all("describe").items()))
+        answers = self._all("describe", deadline)
+        opened = {answer["session"] for answer in answers.values()} - {None}
         return EngineDescription(
-            self.name, "in-process", dict(self._model), dict(self._sizes), self.version, ("abort", "retract"), ranks
+            self.name,
+            "in-process",
+            dict(self._model),
+            dict(self._sizes),
+            self.version,
+            ("abort", "retract"),
+            tuple(describe_from_json(answer) for _, answer in sorted(answers.items())),
+            state=EngineState(
+                paused=self.paused,
+                session=self._session or min(opened, default=""),
+                receipt=self._receipt,
+                reason=self.reason or "",
+                generation=max(answer["generation"] for answer in answers.values()),
+            ),
         )
+
+    def claim(self, controller: str, deadline: Deadline) -> None:
+        self._all("claim", deadline, controller=controller)
 
     def record(self, tensors: Mapping[str, tuple[list[int], str]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         if self._recording is None:
@@ -131,7 +156,7 @@ class InProcessEngine:
         return dict(self._recording)
 
     def bind(self, tables: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
-        return self._each("bind", tables)
+        return self._each("bind", tables, deadline)
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         self.paused, self._receipt = True, None
@@ -140,25 +165,37 @@ class InProcessEngine:
         if not self.paused:
             raise RolloutError(f"engine {self.name}: begin while serving; pause first")
         common = {"session": session, "version": version, "plan": plan}
-        self._each("begin", {rank: common | {"epoch": epochs[rank]} for rank in self._agents})
+        self._all("admit", deadline, session=session)  # a controller that is refused must not touch what another one opened
+        self._session, self._receipt = session, None
+        self._each("begin", {rank: common | {"epoch": epochs[rank]} for rank in self._agents}, deadline)
 
     def place(self, session: str, round: int, deadline: Deadline) -> None:
-        self._all("place", session=session, round=round)
+        self._all("place", deadline, session=session, round=round)
 
-    def verify(self, session: str, deadline: Deadline) -> dict[int, list[str]]:
-        return {rank: reply["digests"] for rank, reply in self._all("verify", session=session).items()}
+    def pull(self, session: str, peers: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        seconds = deadline.check(f"engine {self.name}: pull")
+        return self._each("pull", {r: {"session": session, "peer": p, "seconds": seconds} for r, p in peers.items()}, deadline)
+
+    def verify(self, session: str, deadline: Deadline, digests: bool = True) -> dict[int, list[str]]:
+        replies = self._all("verify", deadline, session=session, digests=digests)
+        return {rank: reply["digests"] for rank, reply in replies.items()}
+
+    def check(self, session: str, step: CheckStep, deadline: Deadline) -> dict[int, dict[str, Any]]:
+        return self._all(step, deadline, session=session)
 
     def finish(self, session: str, version: int, digest: str, deadline: Deadline) -> Receipt:
-        self._all("end", session=session)
-        self.version, self.reason = version, None
+        self._all("end", deadline, session=session)
+        self._session, self.version, self.reason = "", version, None
         self._receipt = Receipt(self.name, session, version, digest)
         return self._receipt
 
     def resume(self, receipt: Receipt, deadline: Deadline) -> None:
         if self._receipt is None or receipt != self._receipt:
             raise RolloutError(f"engine {self.name}: {receipt} is not the receipt of its last finish; it stays paused")
+        self._all("admit", deadline, session=receipt.session)
         self.paused = False
 
     def abort(self, session: str, reason: str, deadline: Deadline) -> None:
-        self._receipt, self.reason = None, reason
-        self._all("abort", session=session, reason=reason)
+        self._all("admit", deadline, session=session)
+        self._session, self._receipt, self.reason = "", None, reason
+        self._all("abort", deadline, session=session, reason=reason)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import xxhash
 
 from weight_sync.errors import ConfigError
 from weight_sync.layout import resolve as resolved
@@ -19,9 +23,17 @@ from weight_sync.layout.family import (
 )
 from weight_sync.layout.parallel import Dims, EngineDims, TrainerDims
 from weight_sync.layout.table import Layout
+from weight_sync.plan.extend import add_engine, drop_engine
+from weight_sync.plan.plan import Plan
 from weight_sync.plan.planner import make_plan
 from weight_sync.plan.proof import prove_exact_once
 from weight_sync.plan.schedule import Budget, CostModel, Schedule, make_schedule
+
+_MADE: dict[str, Schedule] = {}
+_LOCK = threading.Lock()
+_KEPT = 8
+_SMALL = 100_000
+"""Transfers. Larger schedules take memory that a trainer rank needs, and are made once in a job anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +51,28 @@ class Declared:
 
 
 @dataclass(frozen=True, slots=True)
+class Recorded:
+    """A rollout layout to be read from the live engines' own loaders (weight_sync.session.recorded).
+
+    family: merged YAML that says which HF tensors there are; None: those that the trainer's ranks publish. config, dims: as of
+    Declared. unserved: patterns of HF tensors that no engine takes. untouched: patterns of live parameters that no HF tensor
+    fills.
+    """
+
+    config: Mapping[str, Any]
+    dims: Mapping[str, Any]
+    family: Mapping[str, Any] | None = None
+    unserved: Sequence[str] = ()
+    untouched: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """Everything a plan depends on. source may be an explicit layout (Layout.to_json) where it is read from live ranks."""
+    """Everything a plan depends on. source, target may be explicit layouts (Layout.to_json), where read from live ranks.
+
+    avoid: trainer ranks that send only what no other rank holds. changes: engines that came ({"add": hosts of its workers}) and
+    went ({"drop": its place}) since the plan of everything else was made, in order; see weight_sync.plan.extend.
+    """
 
     source: Declared | Mapping[str, Any]
     target: Declared | Mapping[str, Any]
@@ -49,6 +81,8 @@ class PlanInputs:
     dropped: Sequence[str] = ()
     costs: CostModel = field(default_factory=CostModel)
     budget: Budget = field(default_factory=Budget)
+    avoid: Sequence[int] = ()
+    changes: Sequence[Mapping[str, Any]] = ()
 
     def to_json(self) -> dict[str, Any]:
         def side(value: Declared | Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +98,8 @@ class PlanInputs:
             "dropped": list(self.dropped),
             "costs": asdict(self.costs),
             "budget": asdict(self.budget),
+            "avoid": list(self.avoid),
+            "changes": [dict(change) for change in self.changes],
         }
 
     @classmethod
@@ -79,6 +115,8 @@ class PlanInputs:
             data["dropped"],
             CostModel(**data["costs"]),
             Budget(**data["budget"]),
+            data["avoid"],
+            data["changes"],
         )
 
     def layouts(self) -> tuple[Layout, Layout]:
@@ -86,11 +124,46 @@ class PlanInputs:
         return layout_of(self.source, "trainer"), layout_of(self.target, "rollout")
 
     def schedule(self, layouts: tuple[Layout, Layout] | None = None) -> Schedule:
-        """Resolve both sides (layouts: already resolved), plan, prove, schedule. Equal inputs give equal digests everywhere."""
+        """Resolve both sides (layouts: already resolved), plan, prove, schedule. Equal inputs give equal digests everywhere.
+
+        A small schedule that was made for equal inputs a moment ago in this process is given again: it is a value.
+        """
+        key = xxhash.xxh3_128_hexdigest(json.dumps(self.to_json()).encode())
+        with _LOCK:
+            known = _MADE.get(key)
+        if known is not None:
+            return known
         source, target = layouts or self.layouts()
-        plan = make_plan(source, target, self.source_hosts, self.target_hosts)
+        plan = make_plan(source, target, self.source_hosts, self.target_hosts, self.avoid)
         prove_exact_once(plan, self.dropped, source=source, target=target)
+        for change in self.changes:
+            plan = self._changed(plan, change, source)
+        schedule = make_schedule(plan, self.costs, self.budget)
+        if len(plan) <= _SMALL:
+            with _LOCK:
+                _MADE[key] = schedule
+                while len(_MADE) > _KEPT:
+                    _MADE.pop(next(iter(_MADE)))
+        return schedule
+
+    def changed(self, change: Mapping[str, Any]) -> PlanInputs:
+        """The inputs of the plan that extend() makes."""
+        return replace(self, changes=[*self.changes, change])
+
+    def extend(self, schedule: Schedule, change: Mapping[str, Any]) -> Schedule:
+        """`schedule`, made of these inputs, changed by one engine: changed(change).schedule(), without planning anew."""
+        plan = self._changed(schedule.plan, change, layout_of(self.source, "trainer"))
         return make_schedule(plan, self.costs, self.budget)
+
+    def _changed(self, plan: Plan, change: Mapping[str, Any], source: Layout) -> Plan:
+        if "add" in change:
+            return add_engine(plan, source, change["add"], dropped=self.dropped, avoid=self.avoid)
+        return drop_engine(plan, int(change["drop"]), int(change["width"]))
+
+
+def tensors_of(side: Declared | Recorded) -> Model | None:
+    """The model whose HF tensors a side moves, or None where no family declares them."""
+    return None if side.family is None else apply(parse_family(side.family), side.config)
 
 
 def model_of(declared: Declared) -> tuple[Model, Convention]:
@@ -101,7 +174,7 @@ def model_of(declared: Declared) -> tuple[Model, Convention]:
     return apply(family, declared.config), convention
 
 
-def dims_of(declared: Declared, side: str) -> Dims:
+def dims_of(declared: Declared | Recorded, side: str) -> Dims:
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in declared.dims.items()}
     try:
         return TrainerDims(**values) if side == "trainer" else EngineDims(**values)
@@ -114,6 +187,12 @@ def layout_of(value: Declared | Mapping[str, Any], side: str) -> Layout:
         return Layout.from_json(value)
     model, convention = model_of(value)
     return resolved.resolve(model, convention, dims_of(value, side), side, **value.symbols)
+
+
+def computed_names(declared: Declared, side: str) -> dict[str, str]:
+    """HF name -> how a side declares its values to be computed, for those that it does not hold byte for byte."""
+    model, convention = model_of(declared)
+    return resolved.computed_names(model, convention, dims_of(declared, side), side, **declared.symbols)
 
 
 def dropped_names(declared: Declared, side: str) -> tuple[str, ...]:

@@ -1,14 +1,15 @@
 """Live tensors as plain bytes: describe, read, write and digest the regions that a plan speaks of.
 
-Takes torch tensors or numpy arrays by duck typing, so that this package needs no torch. CPU memory only for now; a tensor on
-another device is refused by name.
+Takes torch tensors or numpy arrays by duck typing, so that this package needs no torch. `memory_of` gives host memory or a
+GPU's (weight_sync.session.device_memory); a tensor on any other device is refused by name.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -20,13 +21,12 @@ from weight_sync.errors import BindError, listed
 from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.box import row_major
 from weight_sync.session.contracts import LiveParam, LiveStorage
+from weight_sync.session.digests import Digests, HostDigests, feed
 
 Bytes = NDArray[np.uint8]
+DEVICES = ("cpu", "cuda")
 
 _WORDS: dict[int, type[np.generic]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_CHUNK = 8 << 20
-"""Bytes gathered at a time when a strided region is digested."""
-
 PROCESS_NONCE = secrets.randbits(48)
 """Differs for every process, so that an epoch of a restarted process never equals the old one."""
 
@@ -63,7 +63,7 @@ def describe(tensors: Mapping[str, Any], where: str) -> tuple[tuple[LiveParam, .
 
 def epoch_of(storages: Sequence[LiveStorage]) -> int:
     """Equal as long as the process lives and no storage moves; 48 bits, so that it survives JSON everywhere."""
-    text = f"{PROCESS_NONCE}:{[(s.address, s.nbytes) for s in storages]}"
+    text = f"{PROCESS_NONCE}:{os.getpid()}:{[(s.address, s.nbytes) for s in storages]}"  # a fork has the nonce of its parent
     return xxhash.xxh3_64_intdigest(text.encode()) & (2**48 - 1)
 
 
@@ -74,8 +74,8 @@ def dtype_name(tensor: Any) -> str:
 
 def _refused(tensor: Any, dtype: str) -> str | None:
     device = getattr(getattr(tensor, "device", None), "type", "cpu")
-    if device != "cpu":
-        return f"is on device {device}; this build reads CPU memory only"
+    if device not in DEVICES:
+        return f"is on device {device}; known: {', '.join(DEVICES)}"
     if dtype not in ITEMSIZE:
         return f"has dtype {dtype}; known: {', '.join(ITEMSIZE)}"
     if prod(tensor.shape) and _storage(tensor)[1] == 0:
@@ -109,15 +109,29 @@ def _element_stride(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.stride())
 
 
+def memory_of(tensors: Mapping[str, Any], where: str) -> Memory:
+    """The live tensors as a Memory of the device that they are on."""
+    if any(getattr(getattr(t, "device", None), "type", "cpu") == "cuda" for t in tensors.values()):
+        from weight_sync.session.device_memory import DeviceMemory
+
+        return DeviceMemory(tensors, where)
+    return Memory(tensors, where)
+
+
 class Memory:
-    """Read and write access to live parameters by name. Keeps the tensors alive, holds no copy."""
+    """Read and write access to live parameters in host memory by name. Keeps the tensors alive, holds no copy."""
 
     def __init__(self, tensors: Mapping[str, Any], where: str) -> None:
         self.where = where
         self._tensors = dict(tensors)
         self.params, self.storages = describe(tensors, where)
         self._by_name = {p.name: p for p in self.params}
-        self._flat: dict[str, NDArray[Any]] = {}
+        self._flat: dict[str, Any] = {}
+        self._at = {name: (_pointer(t), t.shape) for name, t in tensors.items()}
+
+    @property
+    def device(self) -> str:
+        return "cpu"
 
     @property
     def epoch(self) -> int:
@@ -125,8 +139,17 @@ class Memory:
 
     def moved(self, tensors: Mapping[str, Any]) -> str | None:
         """How `tensors` as they are now differ from those seen before (names, shapes, places), or None when they do not."""
-        old, new = self._places(), Memory(tensors, self.where)._places()
+        if self._unmoved(tensors):
+            return None
+        old, new = self._places(), memory_of(tensors, self.where)._places()
         return listed(sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))) or None
+
+    def _unmoved(self, tensors: Mapping[str, Any]) -> bool:
+        """Whether these are the very same tensors where they were: much cheaper to see than what they are."""
+        mine, at = self._tensors, self._at
+        return len(tensors) == len(mine) and all(
+            mine.get(name) is t and at[name] == (_pointer(t), t.shape) for name, t in tensors.items()
+        )
 
     def _places(self) -> dict[str, tuple[Any, ...]]:
         return {p.name: (p.shape, p.stride, p.dtype, p.offset, self.storages[p.storage]) for p in self.params}
@@ -143,26 +166,53 @@ class Memory:
     def view(self, name: str, start: int, strides: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
         """The region as a strided array of words over the live bytes. Raises BindError when it leaves the parameter."""
         flat = self._array(name)
-        last = start + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-        if start < 0 or last >= len(flat):
-            raise BindError(f"{self.where}: elements [{start}, {last}] leave {name}, which has {len(flat)}")
+        self.check_inside(name, len(flat), start, strides, shape)
         steps = tuple(step * flat.itemsize for step in strides)
         return np.lib.stride_tricks.as_strided(flat[start:], tuple(shape), steps)
+
+    def check_inside(self, name: str, numel: int, start: int, strides: Sequence[int], shape: Sequence[int]) -> None:
+        last = start + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        if start < 0 or last >= numel:
+            raise BindError(f"{self.where}: elements [{start}, {last}] leave {name}, which has {numel}")
+
+    def raw(self, name: str) -> Any:
+        """The live bytes of a parameter. Raises BindError for a parameter that is not row-major contiguous."""
+        return self._array(name).view(np.uint8)
+
+    def settle(self) -> None:
+        """Return once everything asked of the device so far is done, so that a transport finds it. Nothing to wait for here."""
+
+    def digests(self, kind: str) -> Digests:
+        """A new set of digests of regions of this memory; kind: XXH3 or LANES, as on the other side."""
+        return HostDigests(kind)
+
+    def staging(self, nbytes: int) -> Any:
+        return Staging(nbytes)
 
     def _array(self, name: str) -> NDArray[Any]:
         array = self._flat.get(name)
         if array is None:
             p = self.param(name)
-            live = tuple(s for s, n in zip(p.stride, p.shape, strict=True) if n != 1)
-            if live != tuple(s for s, n in zip(row_major(p.shape), p.shape, strict=True) if n != 1):
-                raise BindError(
-                    f"{self.where}: {name} has shape {list(p.shape)} and stride {list(p.stride)}; only row-major contiguous "
-                    "parameters can be written in place"
-                )
+            if reason := not_contiguous(p):
+                raise BindError(f"{self.where}: {name} {reason}")
             words = _WORDS[ITEMSIZE[p.dtype]]
             raw = raw_bytes(self.storages[p.storage].address + p.offset, prod(p.shape) * ITEMSIZE[p.dtype])
             array = self._flat[name] = raw.view(words)
         return array
+
+
+def _pointer(tensor: Any) -> int:
+    return tensor.__array_interface__["data"][0] if isinstance(tensor, np.ndarray) else tensor.data_ptr()
+
+
+def not_contiguous(p: LiveParam) -> str | None:
+    """Why a parameter cannot be written in place, or None."""
+    live = tuple(s for s, n in zip(p.stride, p.shape, strict=True) if n != 1)
+    if live == tuple(s for s, n in zip(row_major(p.shape), p.shape, strict=True) if n != 1):
+        return None
+    return (
+        f"has shape {list(p.shape)} and stride {list(p.stride)}; only row-major contiguous parameters can be written in place"
+    )
 
 
 def raw_bytes(address: int, nbytes: int) -> Bytes:
@@ -171,30 +221,11 @@ def raw_bytes(address: int, nbytes: int) -> Bytes:
     return np.frombuffer(owned, np.uint8)
 
 
-def chunks(view: NDArray[Any], limit: int) -> Iterator[NDArray[Any]]:
-    """A strided view as views of at most about `limit` bytes, in row-major order."""
-    if view.nbytes <= limit or view.ndim == 0:
-        yield view
-        return
-    if view.shape[0] == 1:
-        yield from chunks(view[0], limit)
-        return
-    each = max(1, limit // max(1, view.nbytes // view.shape[0]))
-    for low in range(0, view.shape[0], each):
-        yield from chunks(view[low : low + each], limit)
-
-
 def digest(view: NDArray[Any]) -> int:
     """64-bit xxh3 over the region's bytes in row-major order: depends on every byte and on its position."""
     hasher = xxhash.xxh3_64()
     feed(hasher, view)
     return hasher.intdigest()
-
-
-def feed(hasher: Any, view: NDArray[Any]) -> None:
-    """Update a hasher with a region's bytes in row-major order. Regions fed one after another count as one."""
-    for part in (view,) if view.flags.c_contiguous else chunks(view, _CHUNK):
-        hasher.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
 
 
 class Staging:
@@ -209,5 +240,7 @@ class Staging:
 
     def region(self, offset: int, like: NDArray[Any], shape: Sequence[int]) -> NDArray[Any]:
         """`shape` words of like's kind from byte `offset`."""
-        nbytes = prod(shape) * like.itemsize
-        return self._buffer[offset : offset + nbytes].view(like.dtype).reshape(shape)
+        return self.bytes(offset, prod(shape) * like.itemsize).view(like.dtype).reshape(shape)
+
+    def bytes(self, offset: int, nbytes: int) -> Bytes:
+        return self._buffer[offset : offset + nbytes]

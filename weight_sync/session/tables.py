@@ -13,9 +13,9 @@ from weight_sync.errors import VerifyError, listed
 from weight_sync.ids import Side
 from weight_sync.layout.table import Ints
 from weight_sync.plan.plan import Plan
-from weight_sync.plan.schedule import Method, Schedule
+from weight_sync.plan.schedule import Schedule
 
-_HEX64 = re.compile("[0-9a-f]{16}")
+_HEX = re.compile("[0-9a-f]*")
 
 
 def target_table(schedule: Schedule, rank: int) -> dict[str, Any]:
@@ -27,9 +27,8 @@ def target_table(schedule: Schedule, rank: int) -> dict[str, Any]:
     rows = plan.rows_to(rank)
     index = {row: i for i, row in enumerate(rows.tolist())}
     rounds: list[list[list[Any]]] = [[] for _ in range(schedule.rounds)]
-    for piece in schedule.pieces:
-        if piece.row in index and piece.method in (Method.UNPACK, Method.BOTH):
-            rounds[piece.round].append([index[piece.row], list(piece.at), list(piece.shape), piece.stage])
+    for piece in schedule.unpacked.get(rank, ()):
+        rounds[piece.round].append([index[piece.row], list(piece.at), list(piece.shape), piece.stage])
     return {
         "plan": schedule.digest,
         "rank": rank,
@@ -46,7 +45,8 @@ def target_table(schedule: Schedule, rank: int) -> dict[str, Any]:
 
 def expected_params(plan: Plan, rank: int) -> dict[str, list[Any]]:
     """Name -> [shape, dtype] of every parameter the plan knows on a rollout rank: compared with the live ones at bind."""
-    return {p.name: [list(p.shape), p.dtype] for p in plan.target_params if p.rank == rank}
+    low, high = np.searchsorted(plan.target_param_rank, [rank, rank + 1])  # parameters are sorted by rank
+    return {p.name: [list(p.shape), p.dtype] for p in plan.target_params[low:high]}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +74,10 @@ def merge_digests(plan: Plan, side: str, parts: Mapping[int, Sequence[str]], row
         rows = rows_of(rank)
         if len(rows) != len(digests):
             raise VerifyError(f"{side} rank {rank} reported {len(digests)} digests for its {len(rows)} transfers")
-        if odd := [d for d in digests if not _HEX64.fullmatch(d)]:
-            raise VerifyError(f"{side} rank {rank} reported {odd[0]!r} where a digest of 16 hex digits is expected")
-        merged[rows] = np.asarray([int(d, 16) for d in digests], np.uint64)
+        if set(map(len, digests)) - {16} or not _HEX.fullmatch(text := "".join(digests)):
+            odd = next(d for d in digests if not (len(d) == 16 and _HEX.fullmatch(d)))
+            raise VerifyError(f"{side} rank {rank} reported {odd!r} where a digest of 16 hex digits is expected")
+        merged[rows] = np.frombuffer(bytes.fromhex(text), ">u8")  # at once: there may be a hundred thousand
         seen[rows] = True
     if not seen.all():
         ranks = plan.source_rank if side == Side.TRAINER else plan.target_rank

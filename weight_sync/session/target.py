@@ -3,11 +3,21 @@
 Adapters reach it by call(method, payload) -> reply, plain data both ways:
 
     describe  {}                                  -> RankDescription as a dict
-    bind      target_table(...)                   -> {"addresses", "stage", "endpoint", "epoch"}; live parameters must fit
+    claim     {"controller"}                      -> {}; no older controller may call from now on, see gate.py
+    admit     {"session"}                         -> {}; raises if an older controller's: adapters ask before they resume
+    bind      target_table(...), "controller"     -> {"addresses", "stage", "endpoint", "epoch", "params"}; the live parameters
+                                                     must be those planned, {name: [shape, dtype]}
     begin     {"session", "version", "epoch", "plan"} -> {}; refused when memory moved since bind
     place     {"session", "round"}                -> {}; unpack one staging round
-    verify    {"session"}                         -> {"digests": [hex, ...]} of the live destination bytes of every transfer
-    end       {"session"}                         -> {}
+    pull      {"session", "peer", "seconds"}      -> {"bytes", "reads", "seconds"}; read all parameters from another worker's
+                                                     live memory. peer: what that worker answered to bind
+    verify    {"session", "digests": bool}        -> {"digests": [hex, ...]} of the live destination bytes of every transfer,
+                                                     [] where none are wanted. Refused where memory moved, and where a byte
+                                                     that no transfer writes has changed since begin (only with digests)
+    snapshot  {"session"}                         -> {"bytes"}; copy all live parameters
+    scramble  {"session"}                         -> {"bytes"}; invert every byte the plan writes; needs a snapshot
+    compare   {"session"}                         -> {"bytes"}; VerifyError unless every live byte equals the snapshot's
+    end       {"session"}                         -> {}; refused after a pull that failed and between scramble and compare
     abort     {"session", "reason"}               -> {}; closes the transport: nothing more can land, the binding is void.
                                                      If it does not close, this and every later bind raises
 
@@ -21,9 +31,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from weight_sync.errors import BindError, SessionError, listed
+from weight_sync.errors import BindError, SessionError, VerifyError, listed
+from weight_sync.ids import Deadline
 from weight_sync.session.contracts import RankDescription
-from weight_sync.session.memory import Memory, Staging, digest
+from weight_sync.session.digests import XXH3
+from weight_sync.session.gate import Gate
+from weight_sync.session.memory import Memory, memory_of
+from weight_sync.session.pull import pull
+from weight_sync.session.snapshot import Snapshot, Untouched, scramble
 from weight_sync.transport.base import Region, Transport
 
 
@@ -51,31 +66,44 @@ class TargetAgent:
         self._lock = threading.Lock()
         self._transport: Transport | None = None
         self._memory: Memory | None = None
-        self._stage: Staging | None = None
+        self._stage: Any = None
         self._table: dict[str, Any] | None = None
         self._session: str | None = None
         self._reason: str | None = None
         self._generation = 0
+        self._gate = Gate(f"rollout rank {rank}")
         self._unfenced: str | None = None
+        self._untouched: Untouched | None = None
+        self._before: dict[str, str] = {}
+        self._snapshot: Snapshot | None = None
+        self._filling = False
+        self._scrambled = False
 
     def call(self, method: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Dispatch one request. Raises SessionError for an unknown method or one that is illegal now, BindError otherwise."""
         handlers = {
             "describe": self._describe,
+            "claim": lambda _: {},  # the gate has taken note
+            "admit": lambda _: {},
             "bind": self._bind,
             "begin": self._begin,
             "place": self._place,
+            "pull": self._pull,
             "verify": self._verify,
+            "snapshot": self._take_snapshot,
+            "scramble": self._scramble,
+            "compare": self._compare,
             "end": self._end,
             "abort": self._abort,
         }
         if method not in handlers:
             raise SessionError(f"rollout rank {self.rank}: unknown method {method!r}; known: {', '.join(handlers)}")
         with self._lock:
+            self._gate.check(method, payload)
             return handlers[method](payload)
 
     def _describe(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        memory = Memory(self._tensors(), f"rollout rank {self.rank}")
+        memory = memory_of(self._tensors(), f"rollout rank {self.rank}")
         endpoint = self._transport.describe() if self._transport is not None else None
         description = RankDescription(
             rank=self.rank,
@@ -85,8 +113,11 @@ class TargetAgent:
             params=memory.params,
             storages=memory.storages,
             endpoint=endpoint,
+            device=memory.device,
         )
-        return asdict(description) | {"session": self._session, "aborted": self._reason}
+        return asdict(description) | {
+            "session": self._session, "aborted": self._reason, "generation": self._gate.generation,
+        }  # fmt: skip
 
     def _epoch(self, memory: Memory) -> int:
         # A new transport is a new epoch too: what was bound to the old one must not be written to again.
@@ -95,13 +126,16 @@ class TargetAgent:
     def _bind(self, table: Mapping[str, Any]) -> dict[str, Any]:
         if self._session is not None:
             raise SessionError(f"rollout rank {self.rank}: bind during session {self._session}; abort it first")
-        # The whole table, not only its plan: two engines of one plan have other transfers, in another order.
-        if self._memory is not None and self._table == table and self._memory.moved(self._tensors()) is None:
+        table = {key: value for key, value in table.items() if key != "controller"}
+        # The whole table, not only its plan: two engines of one plan have other transfers, in another order. A plan that was
+        # extended for other engines leaves all but its name as it was, and nothing is closed or registered anew.
+        if self._memory is not None and self._same(table) and self._memory.moved(self._tensors()) is None:
+            self._table = table
             return self._binding()
         self._close()
-        memory = Memory(self._tensors(), f"rollout rank {self.rank}")
+        memory = memory_of(self._tensors(), f"rollout rank {self.rank}")
         self._check(memory, table["expected"])
-        stage = Staging(int(table["stage_bytes"])) if table["stage_bytes"] else None
+        stage = memory.staging(int(table["stage_bytes"])) if table["stage_bytes"] else None
         storages = [*memory.storages, *([stage.storage] if stage else [])]
         self._transport = self._open()
         self._generation += 1
@@ -111,7 +145,12 @@ class TargetAgent:
             self._close()
             raise
         self._memory, self._stage, self._table = memory, stage, dict(table)
+        self._untouched = Untouched(memory, self._table)
         return self._binding()
+
+    def _same(self, table: Mapping[str, Any]) -> bool:
+        named = ("plan", "rank")
+        return self._table is not None and {**self._table, **dict.fromkeys(named)} == {**table, **dict.fromkeys(named)}
 
     def _binding(self) -> dict[str, Any]:
         assert self._transport is not None
@@ -122,6 +161,7 @@ class TargetAgent:
             "stage": self._stage.storage.address if self._stage else 0,
             "endpoint": self._transport.describe().to_json(),
             "epoch": self._epoch(self._memory),
+            "params": self._table["expected"],
         }
 
     def _check(self, memory: Memory, expected: Mapping[str, Any]) -> None:
@@ -144,6 +184,9 @@ class TargetAgent:
                 f"rollout rank {self.rank}: the binding of epoch {payload['epoch']} was replaced by one of epoch "
                 f"{self._epoch(self._memory)}; bind again"
             )
+        assert self._untouched is not None
+        self._before = self._untouched.digests()
+        self._snapshot, self._scrambled = None, False
         self._session, self._reason = payload["session"], None
         return {}
 
@@ -152,10 +195,15 @@ class TargetAgent:
             raise BindError(f"rollout rank {self.rank}: memory moved since it was bound: {changed}; bind again")
 
     def _in_session(self, payload: Mapping[str, Any]) -> tuple[Memory, dict[str, Any]]:
+        """The binding, for work on the weights; also refused after a pull that failed, which may still be filling them."""
         if self._session is None or self._session != payload["session"] or self._memory is None or self._table is None:
             raise SessionError(
                 f"rollout rank {self.rank}: session {payload['session']} is not open here (open: {self._session}"
                 + (f"; the last one was aborted: {self._reason})" if self._reason else ")")
+            )
+        if self._filling:
+            raise SessionError(
+                f"rollout rank {self.rank}: a pull failed and may still be writing to the weights; abort {self._session}"
             )
         return self._memory, self._table
 
@@ -167,20 +215,69 @@ class TargetAgent:
             start = table["start"][i] + sum(a * s for a, s in zip(at, strides, strict=True))
             view = memory.view(table["params"][i], start, strides, shape)
             view[...] = self._stage.region(offset, view, shape)
+        memory.settle()
         return {}
+
+    def _pull(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        memory, table = self._in_session(payload)
+        assert self._transport is not None
+        assert self._untouched is not None
+        self._not_moved(memory)
+        self._filling = True  # until all of it has come; after an error, until the transport is closed
+        try:
+            deadline = Deadline.after(float(payload["seconds"]))
+            reply = pull(memory, self._untouched, table["expected"], payload["peer"], self._transport, deadline)
+        except BindError:
+            self._filling = False  # the layouts differ: nothing was asked for
+            raise
+        self._filling = False
+        return reply
+
+    def _take_snapshot(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        memory, _ = self._in_session(payload)
+        self._snapshot = Snapshot(memory)
+        return {"bytes": self._snapshot.nbytes}
+
+    def _scramble(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        memory, table = self._in_session(payload)
+        self._scrambled = self._snapshot is not None
+        return {"bytes": scramble(memory, table, self._snapshot)}
+
+    def _compare(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        memory, table = self._in_session(payload)
+        self._not_moved(memory)
+        if self._snapshot is None:
+            raise SessionError(f"rollout rank {self.rank}: compare without a snapshot")
+        reply = {"bytes": self._snapshot.compare(table)}
+        self._snapshot, self._scrambled = None, False
+        return reply
 
     def _verify(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, table = self._in_session(payload)
         self._not_moved(memory)  # or we would digest what the engine no longer serves from
+        if not payload.get("digests", True):
+            return {"digests": []}
+        assert self._untouched is not None
+        after = self._untouched.digests()
+        if changed := [name for name, value in self._before.items() if after[name] != value]:
+            raise VerifyError(f"rollout rank {self.rank}: bytes that no transfer writes have changed: {listed(changed)}")
         columns = (table["params"], table["start"], table["strides"], table["shape"])
-        return {"digests": [f"{digest(memory.view(*region)):016x}" for region in zip(*columns, strict=True)]}
+        rows = range(len(table["params"]))
+        digests = memory.digests(str(table.get("digest", XXH3)))
+        digests.whole("transfers", rows, lambda: [memory.view(*region) for region in zip(*columns, strict=True)])
+        return {"digests": digests.hex(rows)}
 
     def _end(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         self._in_session(payload)
-        self._session = None
+        if self._scrambled:
+            raise SessionError(
+                f"rollout rank {self.rank}: session {self._session} cannot end: weights were scrambled and not compared since"
+            )
+        self._session = self._snapshot = None
         return {}
 
     def _abort(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        self._gate.end(str(payload.get("session") or ""))
         self._session, self._reason = None, str(payload["reason"])
         self._close()
         return {}
@@ -200,4 +297,5 @@ class TargetAgent:
             except BaseException as error:
                 self._unfenced = f"{type(error).__name__}: {error}"
                 raise
-        self._memory = self._stage = None
+        self._memory = self._stage = self._untouched = self._snapshot = None
+        self._filling = self._scrambled = False

@@ -7,12 +7,18 @@ Who calls what, when, and what is safe after:
     probe(peer)         the source, once for each peer and before anything is paused: proves that this very peer (not an
                         older or newer process at its address) answers over the expected protocol. If it raises, nothing
                         of the peer's registered memory was touched. write() to a peer never probed is refused.
-    write(batch)        the source. Returns at once. Until wait() returns, the source bytes must not change. It may raise
-                        for what can be known beforehand (memory not registered, peer unknown): then nothing was sent.
-    wait(ticket, ...)   the source. Returns only when every byte of the batch is reported written. If it raises, the
-                        destination of *every* write of the batch is suspect and the transport may still be writing:
-                        the source may not change and the destination may not be trusted until both ends' transports
-                        are closed. From then on the transport is poisoned: every call but close() raises.
+    write(batch)        the source: local bytes go to the peer. Returns at once. Until wait() returns, the local bytes must
+                        not change. It may raise for what can be known beforehand (memory not registered, peer unknown):
+                        then nothing was sent.
+    read(batch)         the reader: the peer's bytes come into local memory, without the peer's program taking part. Returns
+                        at once; raises beforehand as write() does, and then nothing was asked for. Until wait() returns, the
+                        local bytes may not be used, and the peer's bytes must not change (nothing here can see if they do).
+    wait(ticket, ...)   whoever wrote or read. Returns only when every byte of the batch is reported written or read. If it
+                        raises, the bytes that *every* entry of the batch was to fill are suspect and the transport may still
+                        be filling them. After a write these are the peer's: the local bytes may not change and the peer's
+                        may not be trusted until both ends' transports are closed. After a read they are ours: this memory
+                        may be neither trusted nor reused until this transport is closed; the peer is unharmed. From then on
+                        the transport is poisoned: every call but close() raises.
     close()             either side, once. Unregisters, tears the engine down; no method may be called after it. Returning
                         is the fence: nothing of this side is in flight any more. If that cannot be had, it raises.
 
@@ -75,19 +81,41 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """Strides of a batch's entries, for a transport that walks them itself (`Transport.strided`).
+
+    shape, local_strides, remote_strides: int64 [entries, dims], in bytes; the last dim is the bytes of one element, stride 1.
+    """
+
+    shape: NDArray[np.int64]
+    local_strides: NDArray[np.int64]
+    remote_strides: NDArray[np.int64]
+
+    def extents(self, strides: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes from the first to one past the last of each entry, on the side whose strides are given."""
+        return 1 + ((self.shape - 1) * strides).sum(axis=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Writes to one peer: three int64 arrays of equal length, and the HF name of each write for error messages."""
+    """Byte ranges here and at one peer: three int64 arrays of equal length, and the HF name of each range for errors.
+
+    local, remote: addresses, in this process and in the peer's. write() moves local to remote, read() remote to local.
+    boxes: None, or the strides with which each entry lies on both sides; then the addresses are those of its first byte and
+    nbytes is what it carries. Only transports that say `strided` take it.
+    """
 
     endpoint: Endpoint
-    source: NDArray[np.int64]
-    destination: NDArray[np.int64]
+    local: NDArray[np.int64]
+    remote: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     tensors: Sequence[str]
+    boxes: Boxes | None = None
 
     def __post_init__(self) -> None:
-        counts = {len(self.source), len(self.destination), len(self.nbytes), len(self.tensors)}
+        counts = {len(self.local), len(self.remote), len(self.nbytes), len(self.tensors)}
         if len(counts) != 1 or counts == {0}:
-            raise ValueError(f"a batch needs as many sources, destinations, sizes and names, and at least one: {counts}")
+            raise ValueError(f"a batch needs as many local and remote addresses, sizes and names, and at least one: {counts}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +128,21 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What wait() reports: bytes written and seconds from write() to the report."""
+    """What wait() reports: bytes written or read, and seconds from write() or read() to the report."""
 
     nbytes: int
     seconds: float
 
 
 class Transport(Protocol):
-    """See the module docstring for the order of calls. Failures raise TransportError, a passed deadline too."""
+    """See the module docstring for the order of calls. Failures raise TransportError, a passed deadline too.
+
+    strided: takes batches with boxes, so that nothing needs packing. batch_bytes: how much it likes to be handed at a time.
+    """
 
     name: str
+    strided: bool
+    batch_bytes: int
 
     def register(self, regions: Sequence[Region]) -> None: ...
 
@@ -118,6 +151,8 @@ class Transport(Protocol):
     def probe(self, endpoint: Endpoint, deadline: Deadline) -> None: ...
 
     def write(self, batch: Batch) -> Ticket: ...
+
+    def read(self, batch: Batch) -> Ticket: ...
 
     def wait(self, ticket: Ticket, deadline: Deadline) -> Completion: ...
 

@@ -1,7 +1,7 @@
-"""Cross memory attach: one-sided writes into another process of the same host with process_vm_writev(2).
+"""Cross memory attach: one-sided writes and reads of another process of the same host, process_vm_writev(2) and readv.
 
-The peer takes no part in a write, not even a stopped one: the kernel copies straight into its pages. What the kernel does
-not know is registration, so a peer publishes its regions in its own memory and the source reads and respects them.
+The peer takes no part in it, not even a stopped one: the kernel copies straight between its pages and ours. What the kernel
+does not know is registration, so a peer publishes its regions in its own memory and the other side respects them.
 Needs the same user and permission to trace the peer (see ptrace(2), "ptrace access mode checking").
 """
 
@@ -26,10 +26,10 @@ from weight_sync.transport.probe_area import AREA_BYTES, Header, new_epoch, pack
 from weight_sync.transport.regions import (
     RegionTable,
     check_deadline,
-    check_destination,
-    check_source,
+    check_local,
+    check_remote,
     failed_peer,
-    failed_write,
+    failed_range,
     split,
 )
 
@@ -68,6 +68,8 @@ class CmaTransport:
     """
 
     name = "cma"
+    strided = False
+    batch_bytes = 32 << 20
 
     def __init__(self, *, any_tracer: bool = False) -> None:
         try:
@@ -93,7 +95,7 @@ class CmaTransport:
         self._table = np.empty(0, np.int64)
         self._publish()
         self._peers: dict[Endpoint, tuple[int, RegionTable]] = {}
-        self._flights: dict[int, float] = {}
+        self._flights: dict[int, tuple[float, bool]] = {}
         self._tickets = itertools.count()
         self._unusable: str | None = None
 
@@ -125,23 +127,30 @@ class CmaTransport:
 
     def write(self, batch: Batch) -> Ticket:
         """Only checks: the copy is done by the calling thread inside wait()."""
+        return self._start(batch, reads=False)
+
+    def read(self, batch: Batch) -> Ticket:
+        """As write(): the copy is done inside wait()."""
+        return self._start(batch, reads=True)
+
+    def _start(self, batch: Batch, *, reads: bool) -> Ticket:
         self._check_usable()
         if batch.endpoint not in self._peers:
             raise failed_peer(batch.endpoint, "this peer was never probed", "not probed")
-        check_source(batch, self._regions)
-        check_destination(batch, self._peers[batch.endpoint][1])
+        check_local(batch, self._regions)
+        check_remote(batch, self._peers[batch.endpoint][1])
         ticket = Ticket(next(self._tickets), batch)
-        self._flights[ticket.id] = time.monotonic()
+        self._flights[ticket.id] = time.monotonic(), reads
         return ticket
 
     def wait(self, ticket: Ticket, deadline: Deadline) -> Completion:
         self._check_usable()
-        started = self._flights.pop(ticket.id, None)
+        started, reads = self._flights.pop(ticket.id, (None, False))
         if started is None:
             raise ValueError(f"ticket {ticket.id} is not in flight on this transport: each is waited for once")
         batch = ticket.batch
         try:
-            self._copy(batch, deadline)
+            self._copy(batch, deadline, reads=reads)
         except TransportError as error:
             self._unusable = f"an earlier batch failed with code {error.code}"
             raise
@@ -206,27 +215,31 @@ class CmaTransport:
         code = ctypes.get_errno()
         raise failed_peer(endpoint, f"the kernel did not let us {what} the peer: {explain(code)}", errno_name(code))
 
-    def _copy(self, batch: Batch, deadline: Deadline) -> None:
+    def _copy(self, batch: Batch, deadline: Deadline, *, reads: bool) -> None:
         endpoint = batch.endpoint
+        function, name = (
+            (self._libc.process_vm_readv, "process_vm_readv") if reads else (self._libc.process_vm_writev, "process_vm_writev")
+        )
         pid = self._process(endpoint)
-        self._prove(endpoint, pid)  # a peer that closed or changed since the probe is not written to
-        sources, destinations, sizes, parent = split(batch.source, batch.destination, batch.nbytes, _CALL_BYTES)
+        self._prove(endpoint, pid)  # a peer that closed or changed since the probe is left alone
+        here, there, sizes, parent = split(batch.local, batch.remote, batch.nbytes, _CALL_BYTES)
         sizes = sizes.copy()
-        local = np.ascontiguousarray(np.stack([sources, sizes], axis=1))
-        remote = np.ascontiguousarray(np.stack([destinations, sizes], axis=1))
+        local = np.ascontiguousarray(np.stack([here, sizes], axis=1))
+        remote = np.ascontiguousarray(np.stack([there, sizes], axis=1))
         ends = np.cumsum(sizes)
         at = 0
         while at < len(sizes):
             if deadline.remaining() <= 0:
-                raise failed_write(
-                    batch, int(parent[at]), f"not written within the deadline of {deadline.seconds:g} s", "deadline"
+                done_to = "read" if reads else "written"
+                raise failed_range(
+                    batch, int(parent[at]), f"not {done_to} within the deadline of {deadline.seconds:g} s", "deadline"
                 )
             before = int(ends[at] - sizes[at])
             stop = min(at + _IOV_MAX, max(at + 1, int(np.searchsorted(ends, before + _CALL_BYTES, side="right"))))
-            moved = self._libc.process_vm_writev(pid, local[at:].ctypes.data, stop - at, remote[at:].ctypes.data, stop - at, 0)
+            moved = function(pid, local[at:].ctypes.data, stop - at, remote[at:].ctypes.data, stop - at, 0)
             if moved <= 0:
                 code = ctypes.get_errno() if moved < 0 else errno.EIO
-                raise failed_write(batch, int(parent[at]), f"process_vm_writev to pid {pid}: {explain(code)}", errno_name(code))
+                raise failed_range(batch, int(parent[at]), f"{name}, pid {pid}: {explain(code)}", errno_name(code))
             # A short count is not an error yet: go on behind it, and the next call says what stands in the way.
             done = int(np.searchsorted(ends, before + moved, side="right"))
             rest = before + moved - int(ends[done] - sizes[done]) if done < len(sizes) else 0
@@ -264,5 +277,5 @@ def explain(code: int) -> str:
     if code == errno.ESRCH:
         return f"{text}. The peer has ended"
     if code == errno.EFAULT:
-        return f"{text}. The range is no longer mapped writable in the peer, or no longer mapped here"
+        return f"{text}. A range is no longer mapped (writable, where it is written to), in the peer or here"
     return text

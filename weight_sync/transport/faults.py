@@ -10,12 +10,14 @@ from typing import Protocol
 
 
 class FaultKind(StrEnum):
-    """How one write goes wrong.
+    """How one write (or read) goes wrong.
 
     DROP, CORRUPT, TRUNCATE: success is reported although no byte arrives, one byte is flipped, the second half is missing.
-    DUPLICATE: written, and written again later from whatever the source holds by then.
+    DUPLICATE: moved, and moved again later from whatever its source holds by then.
     DELAY: completes `seconds` after wait() was called; past the deadline wait() raises and the bytes land afterwards.
-    ERROR: fails with `code`, nothing of it written; the rest of its batch lands.
+    ERROR: fails with `code`, nothing of it arrives; the rest of its batch lands.
+    GHOST: fails with `code`, and lands afterwards from whatever the source holds by then, unless either end was closed.
+    EARLY: reported done when the bytes have only left (a kernel buffer has them): they arrive later, unless the peer closed.
     """
 
     DROP = "drop"
@@ -24,6 +26,8 @@ class FaultKind(StrEnum):
     TRUNCATE = "truncate"
     DELAY = "delay"
     ERROR = "error"
+    GHOST = "ghost"
+    EARLY = "early"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Fault:
 
 class FaultPlan(Protocol):
     def fault(self, index: int) -> Fault | None:
-        """The fault of write number `index`, counted from 0 over all batches of one transport, or None."""
+        """The fault of range number `index`, counted from 0 over all batches of one transport, reads too; or None."""
         ...
 
 

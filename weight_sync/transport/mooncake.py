@@ -1,8 +1,8 @@
 """Mooncake TransferEngine as a transport: tcp, rdma or nvlink_intra, peer to peer, without a metadata server.
 
 Mooncake moves bytes fast and promises little. What this module adds: one registration for each storage, bounded batches,
-our own deadlines, and the rule that after one failed or late write the whole engine counts as still writing until it is
-deleted by close(). It has no authentication: whoever reaches its two ports can read and write registered memory, and both
+our own deadlines, and the rule that after one failed or late write or read the whole engine counts as still at it until
+it is deleted by close(). It has no authentication: whoever reaches its two ports can read and write registered memory, and both
 listen on all interfaces. Keep them inside a trusted network, and register nothing that the sync does not need.
 
 A child forked while an engine is open inherits its sockets and keeps a dead peer's port alive: fork first, or spawn.
@@ -27,10 +27,10 @@ from weight_sync.transport.mooncake_pump import TUNING, Flight, Pump, Tuning
 from weight_sync.transport.probe_area import AREA_BYTES, SCRATCH_OFFSET, new_epoch, pack_header, prove
 from weight_sync.transport.regions import (
     RegionTable,
-    check_destination,
-    check_source,
+    check_local,
+    check_remote,
     failed_peer,
-    failed_write,
+    failed_range,
     split,
 )
 
@@ -48,6 +48,8 @@ class MooncakeTransport:
     """
 
     name = "mooncake"
+    strided = False
+    batch_bytes = 32 << 20
 
     def __init__(
         self,
@@ -61,6 +63,8 @@ class MooncakeTransport:
         self._pid = os.getpid()
         self._unusable: str | None = None
         self._protocol = protocol
+        if protocol == "nvlink_intra":
+            self.batch_bytes = 1 << 30  # each batch is one blocking call
         host = primary_host() if host is None else host
         engine, port = start_engine(protocol, host, devices)
         self._address = f"{host}:{port}"
@@ -140,13 +144,19 @@ class MooncakeTransport:
         self._peers[endpoint] = RegionTable.published(buffers)
 
     def write(self, batch: Batch) -> Ticket:
+        return self._start(batch, reads=False)
+
+    def read(self, batch: Batch) -> Ticket:
+        return self._start(batch, reads=True)
+
+    def _start(self, batch: Batch, *, reads: bool) -> Ticket:
         self._check_usable()
         if batch.endpoint not in self._peers:
             raise failed_peer(batch.endpoint, "this peer was never probed", "not probed")
-        check_source(batch, self._regions)
-        check_destination(batch, self._peers[batch.endpoint])
-        source, destination, nbytes, parent = split(batch.source, batch.destination, batch.nbytes, self._tuning.piece)
-        flight = Flight(batch.endpoint.address, source.tolist(), destination.tolist(), nbytes.tolist(), parent)
+        check_local(batch, self._regions)
+        check_remote(batch, self._peers[batch.endpoint])
+        local, remote, nbytes, parent = split(batch.local, batch.remote, batch.nbytes, self._tuning.piece)
+        flight = Flight(batch.endpoint.address, local.tolist(), remote.tolist(), nbytes.tolist(), parent, reads=reads)
         ticket = Ticket(next(self._tickets), batch)
         self._flights[ticket.id] = flight
         self._pump.submit(flight)
@@ -159,7 +169,7 @@ class MooncakeTransport:
             raise ValueError(f"ticket {ticket.id} is not in flight on this transport: each is waited for once")
         index, reason, code = self._outcome(flight, deadline)
         if index is not None:
-            raise failed_write(ticket.batch, int(flight.parent[index]), reason, code)
+            raise failed_range(ticket.batch, int(flight.parent[index]), reason, code)
         return Completion(nbytes=int(ticket.batch.nbytes.sum()), seconds=flight.seconds)
 
     def close(self) -> None:
@@ -217,12 +227,15 @@ class MooncakeTransport:
     def _outcome(self, flight: Flight, deadline: Deadline) -> tuple[int | None, str, int | str]:
         """Wait for it. (None, ...) on success, else the piece, reason and code; any failure poisons this transport."""
         if not flight.finished.wait(deadline.remaining()):
-            index, reason, code = flight.done, f"not written within the deadline of {deadline.seconds:g} s", "deadline"
+            done_to = "read" if flight.reads else "written"
+            index, reason, code = flight.done, f"not {done_to} within the deadline of {deadline.seconds:g} s", "deadline"
         elif flight.failed is not None:
             index, reason, code = flight.failed, "Mooncake reports a failed transfer", flight.code
         else:
             return None, "", 0
-        self._unusable = f"a transfer to {flight.session} failed with code {code} and may still be writing"
+        self._unusable = (
+            f"a {'read from' if flight.reads else 'write to'} {flight.session} failed with code {code} and may still go on"
+        )
         return index, reason, code
 
     def _check_usable(self) -> None:

@@ -47,14 +47,14 @@ TUNING: dict[str, Tuning] = {
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One batch on its way to one peer. `finished` is set once it has succeeded or failed, never both.
+    """One batch on its way to one peer, or with `reads` from it. `finished` is set once it has succeeded or failed.
 
-    failed: index of the piece that failed, or None; code: what the engine said about it. done: pieces reported written.
+    failed: index of the piece that failed, or None; code: what the engine said about it. done: pieces reported complete.
     """
 
     session: str
-    source: list[int]
-    destination: list[int]
+    local: list[int]
+    remote: list[int]
     nbytes: list[int]
     parent: Array
     reads: bool = False
@@ -143,10 +143,10 @@ class Pump:
                 break
             if flight.reads:
                 handle = self._engine.batch_transfer_async_read(
-                    session, [flight.source[index]], [flight.destination[index]], [nbytes]
+                    session, [flight.local[index]], [flight.remote[index]], [nbytes]
                 )
             else:
-                handle = self._engine.transfer_submit_write(session, flight.source[index], flight.destination[index], nbytes)
+                handle = self._engine.transfer_submit_write(session, flight.local[index], flight.remote[index], nbytes)
             if handle in (0, -1, (1 << 64) - 1):  # builds differ in how they say that submitting failed
                 flight.finish(failed=index, code="not submitted")
                 return True
@@ -180,7 +180,7 @@ class Pump:
     def _advance_batched(self, flight: Flight) -> bool:
         part = slice(flight.next, flight.next + self._tuning.window)
         call = self._engine.batch_transfer_sync_read if flight.reads else self._engine.batch_transfer_sync_write
-        status = call(flight.session, flight.source[part], flight.destination[part], flight.nbytes[part])
+        status = call(flight.session, flight.local[part], flight.remote[part], flight.nbytes[part])
         if status != 0:
             flight.finish(failed=flight.next, code=status)
             return True

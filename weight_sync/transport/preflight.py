@@ -93,6 +93,14 @@ def facts(root: Path = Path("/"), *, gpus: bool = True) -> Facts:
     )
 
 
+EXPOSURE = (
+    "No transport authenticates its peers. Mooncake listens on all interfaces, and whoever can connect can list, read and "
+    "overwrite registered memory: keep its ports inside a private network or behind a firewall (docs/security.md).",
+    "p2p_cma opens no port; any process of the same user can do what it does.",
+)
+"""What every user must be told, in two lines; doctor prints them."""
+
+
 def reachable(found: Facts) -> dict[str, str | None]:
     """For each strategy, best first: None when it can work on this machine, else the reason why not."""
     return {

@@ -18,7 +18,7 @@ Array = NDArray[np.int64]
 
 
 class RegionTable:
-    """Disjoint address ranges, kept sorted; answers for many writes at once whether each lies inside one range."""
+    """Disjoint address ranges, kept sorted; answers for many at once whether each lies inside one of them."""
 
     def __init__(self) -> None:
         self._starts = np.empty(0, np.int64)
@@ -77,9 +77,9 @@ class RegionTable:
         return (at < 0) | (addresses + nbytes > self._ends[np.maximum(at, 0)])
 
 
-def failed_write(batch: Batch, index: int, reason: str, code: int | str) -> TransportError:
-    """The error for write number `index` of a batch."""
-    first = int(batch.destination[index])
+def failed_range(batch: Batch, index: int, reason: str, code: int | str) -> TransportError:
+    """The error for range number `index` of a batch."""
+    first = int(batch.remote[index])
     return TransportError(
         reason,
         endpoint=f"{batch.endpoint.transport}/{batch.endpoint.protocol} {batch.endpoint.address}",
@@ -103,40 +103,42 @@ def check_deadline(endpoint: Endpoint | str, deadline: Deadline, what: str) -> f
     return left
 
 
-def check_source(batch: Batch, registered: RegionTable) -> None:
-    """Refuse a batch with an empty write or with a source outside this side's registered regions; nothing was sent."""
+def check_local(batch: Batch, registered: RegionTable) -> None:
+    """Refuse a batch with an empty range or with local bytes outside this side's registered regions; nothing was moved."""
+    if batch.boxes is not None:
+        raise ValueError("a strided batch for a transport that moves contiguous ranges only")
     if (batch.nbytes <= 0).any():
         index = int(np.flatnonzero(batch.nbytes <= 0)[0])
-        raise ValueError(f"write {index} ({batch.tensors[index]}) has {int(batch.nbytes[index])} bytes")
-    index = registered.first_outside(batch.source, batch.nbytes)
+        raise ValueError(f"range {index} ({batch.tensors[index]}) has {int(batch.nbytes[index])} bytes")
+    index = registered.first_outside(batch.local, batch.nbytes)
     if index is not None:
-        first, last = int(batch.source[index]), int(batch.source[index] + batch.nbytes[index])
-        raise failed_write(
+        first, last = int(batch.local[index]), int(batch.local[index] + batch.nbytes[index])
+        raise failed_range(
             batch,
             index,
             f"local bytes [{first:#x}, {last:#x}) lie in none of the {len(registered)} regions registered here",
-            "unregistered source",
+            "unregistered local",
         )
 
 
-def check_destination(batch: Batch, published: RegionTable) -> None:
-    """Refuse a batch with a destination outside what the peer published when it was probed; nothing was sent."""
-    index = published.first_outside(batch.destination, batch.nbytes)
+def check_remote(batch: Batch, published: RegionTable) -> None:
+    """Refuse a batch with remote bytes outside what the peer published when it was probed; nothing was moved."""
+    index = published.first_outside(batch.remote, batch.nbytes)
     if index is not None:
-        raise failed_write(
+        raise failed_range(
             batch,
             index,
-            f"the destination lies in none of the {len(published)} regions that the peer had registered when probed",
-            "unregistered destination",
+            f"these bytes lie in none of the {len(published)} regions that the peer had registered when probed",
+            "unregistered remote",
         )
 
 
-def split(source: Array, destination: Array, nbytes: Array, piece: int) -> tuple[Array, Array, Array, Array]:
-    """Cut writes longer than `piece` bytes. Returns source, destination, bytes, and the index of the write each came from."""
+def split(local: Array, remote: Array, nbytes: Array, piece: int) -> tuple[Array, Array, Array, Array]:
+    """Cut ranges longer than `piece` bytes. Returns local, remote, bytes, and the index of the range each came from."""
     counts = -(-nbytes // piece)
     parent = np.repeat(np.arange(len(nbytes)), counts)
     if len(parent) == len(nbytes):
-        return source, destination, nbytes, parent
+        return local, remote, nbytes, parent
     first = np.cumsum(counts) - counts
     offset = (np.arange(len(parent)) - first[parent]) * piece
-    return source[parent] + offset, destination[parent] + offset, np.minimum(piece, nbytes[parent] - offset), parent
+    return local[parent] + offset, remote[parent] + offset, np.minimum(piece, nbytes[parent] - offset), parent

@@ -53,3 +53,4 @@ def create(name: str, **options: Any) -> Transport:
 register("memory", "weight_sync.transport.memory:MemoryTransport")
 register("mooncake", "weight_sync.transport.mooncake:MooncakeTransport")
 register("cma", "weight_sync.transport.cma:CmaTransport")
+register("cuda_ipc", "weight_sync.transport.cuda_ipc:CudaIpcTransport")

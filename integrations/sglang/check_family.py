@@ -1,0 +1,77 @@
+"""A family file against SGLang's own loader, on every rank of a few engines built in this process.
+
+Runs in SGLang's environment: python -m weight_sync_integrations.sglang.check_family CHECKPOINT FAMILY.yaml REPORT.json. The
+report is a list of {"layout", "parameters": compared, "differing": what the second witness says, empty where it agrees}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weight_sync.config import engine_yaml, family_yaml
+from weight_sync.errors import WeightSyncError
+from weight_sync.layout.family import apply, engine_convention, parse_convention, parse_family
+from weight_sync.layout.parallel import EngineDims
+from weight_sync.layout.resolve import computed_names, resolve
+from weight_sync.layout.witness import agree
+from weight_sync_integrations.recorder import record
+from weight_sync_integrations.sglang.replica import EngineSizes, build_replica, prepare_cpu, read_checkpoint
+
+LAYOUTS = (EngineSizes(), EngineSizes(tp=2), EngineSizes(tp=2, ep=2), EngineSizes(pp=2))
+
+
+def check(checkpoint: Path, family: Mapping[str, Any], sizes: EngineSizes) -> int:
+    """Number of parameters in which every rank agrees. Raises WeightSyncError naming the first that does not."""
+    import torch
+
+    data = engine_yaml("sglang")
+    convention = engine_convention(parse_convention(data))
+    model = apply(parse_family(family), json.loads((checkpoint / "config.json").read_text()))
+    dims = EngineDims(tp=sizes.tp, pp=sizes.pp, attn_dp=sizes.attn_dp, moe_ep=sizes.ep, remainder=data["remainder"])
+    # SGLang fuses the indexer's projections on CUDA only.
+    symbols = {} if torch.cuda.is_available() or "indexer_fused" not in convention.defaults else {"indexer_fused": 0}
+    layout = resolve(model, convention, dims, "rollout", **symbols)
+    computed = computed_names(model, convention, dims, "rollout", **symbols)
+    tensors, count = read_checkpoint(checkpoint), 0
+    for rank in range(sizes.world):
+        replica = build_replica(checkpoint, rank, sizes)
+        with replica.scope():
+            seen = record(replica.model, tensors, replica.model.load_weights)
+        unexplained = {entry["tensor"] or entry["param"]: entry["operation"] for entry in seen.inexpressible}
+        agree(layout, rank, seen.shards, unexplained, computed)
+        count += len(layout.rank_params(rank))
+    return count
+
+
+def main(words: Sequence[str]) -> int:
+    checkpoint, family = Path(words[0]), family_yaml(words[1])
+    prepare_cpu()
+    import torch
+
+    torch.set_num_threads(1)
+    config = json.loads((checkpoint / "config.json").read_text())
+    sparse = any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    report: list[dict[str, Any]] = []
+    for sizes in LAYOUTS:
+        if sizes.ep > 1 and not sparse:
+            continue
+        name = " ".join(f"{axis}{getattr(sizes, axis)}" for axis in ("tp", "pp", "ep") if getattr(sizes, axis) > 1) or "tp1"
+        try:
+            report.append({"layout": name, "parameters": check(checkpoint, family, sizes), "differing": []})
+        except (
+            WeightSyncError,
+            ValueError,
+            AttributeError,
+            RuntimeError,
+        ) as error:  # SGLang's own words are part of the report
+            report.append({"layout": name, "parameters": 0, "differing": [f"{type(error).__name__}: {error}"]})
+    Path(words[2]).write_text(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""Triton kernels for live parameters on a GPU: digest or copy thousands of strided regions in one launch.
+
+A launch is described by tables of int64 in device memory, one row for each region (`Region`), and by a list of blocks: which
+region a program works on and from which word. So one launch serves regions of any number and size, and nothing is launched for
+each tensor. Imported only where there is CUDA (or TRITON_INTERPRET=1 in the tests).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch  # pyright: ignore[reportMissingImports]
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from weight_sync.device.lanes import GOLDEN, MIX_1, MIX_2
+
+COLUMNS = 7
+"""Of a region's row: base address, words of one run, runs of the inner loop, byte strides of the outer and the inner loop,
+words in all, and (digest only) the position of its first word in what is digested."""
+
+BLOCK = 1024
+LOOPS = 8
+PER_PROGRAM = BLOCK * LOOPS
+"""Words that one program works on."""
+
+_WORD: dict[int, Any] = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+@triton.jit
+def _fields(table, region):
+    """A row of a table, but for its position."""
+    row = table + region * 7
+    base = tl.load(row)
+    run = tl.load(row + 1)
+    inner = tl.load(row + 2)
+    outer_stride = tl.load(row + 3)
+    inner_stride = tl.load(row + 4)
+    total = tl.load(row + 5)
+    return base, run, inner, outer_stride, inner_stride, total
+
+
+@triton.jit
+def _offsets(k, run, inner, outer_stride, inner_stride, SIZE: tl.constexpr):
+    """Bytes from a region's base to its k-th words: k counts over (outer, inner, run)."""
+    # 32-bit division is several times cheaper; the tables refuse regions of 2^31 words or more.
+    k32 = k.to(tl.int32)
+    run32 = run.to(tl.int32)
+    inner32 = inner.to(tl.int32)
+    r = k32 // run32
+    w = k32 - r * run32
+    o = r // inner32
+    i = r - o * inner32
+    return o.to(tl.int64) * outer_stride + i.to(tl.int64) * inner_stride + w.to(tl.int64) * SIZE
+
+
+@triton.jit
+def digest_kernel(
+    table, block_region, block_first, sums, GOLDEN: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr,
+    BLOCK: tl.constexpr, LOOPS: tl.constexpr,
+):  # fmt: skip
+    """sums[region] += the h_i of its words (weight_sync.device.lanes), one atomic addition for each program."""
+    program = tl.program_id(0)
+    region = tl.load(block_region + program).to(tl.int64)
+    first = tl.load(block_first + program)
+    base, run, inner, outer_stride, inner_stride, total = _fields(table, region)
+    position = tl.load(table + region * 7 + 6)
+    golden = tl.full([BLOCK], GOLDEN, tl.uint64)
+    mix_1 = tl.full([BLOCK], MIX_1, tl.uint64)
+    mix_2 = tl.full([BLOCK], MIX_2, tl.uint64)
+    acc = tl.zeros([BLOCK], tl.uint64)
+    for step in range(LOOPS):
+        k = first + step * BLOCK + tl.arange(0, BLOCK)
+        inside = k < total
+        if run == total:
+            offset = k * 8
+        else:
+            offset = _offsets(k, run, inner, outer_stride, inner_stride, 8)
+        pointer = (base + offset).to(tl.pointer_type(tl.int64))
+        x = tl.load(pointer, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        x = x + (k + position + 1).to(tl.uint64, bitcast=True) * golden
+        x = x ^ (x >> 33)
+        x = x * mix_1
+        x = x ^ (x >> 33)
+        x = x * mix_2
+        x = x ^ (x >> 33)
+        acc += tl.where(inside, x, tl.zeros([BLOCK], tl.uint64))
+    tl.atomic_add(sums + region, tl.sum(acc.to(tl.int64, bitcast=True), 0))
+
+
+@triton.jit
+def copy_kernel(
+    source, target, block_region, block_first, fence, epoch, missed,
+    WORD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, FENCED: tl.constexpr,
+):  # fmt: skip
+    """Word k of each source region becomes word k of the target region of the same row.
+
+    FENCED: every program first reads the word at address `fence`; if it is not `epoch` the program copies nothing and counts
+    itself in `missed`.
+    """
+    program = tl.program_id(0)
+    region = tl.load(block_region + program).to(tl.int64)
+    first = tl.load(block_first + program)
+    s_base, s_run, s_inner, s_outer_stride, s_inner_stride, total = _fields(source, region)
+    t_base, t_run, t_inner, t_outer_stride, t_inner_stride, _ = _fields(target, region)
+    allowed = total
+    if FENCED:
+        now = tl.load(fence.to(tl.pointer_type(tl.int64)), volatile=True)
+        if now != epoch:
+            allowed = total * 0
+            tl.atomic_add(missed, 1)
+    for step in range(LOOPS):
+        k = first + step * BLOCK + tl.arange(0, BLOCK)
+        inside = k < allowed
+        if s_run == total:
+            s_offset = k * SIZE
+        else:
+            s_offset = _offsets(k, s_run, s_inner, s_outer_stride, s_inner_stride, SIZE)
+        if t_run == total:
+            t_offset = k * SIZE
+        else:
+            t_offset = _offsets(k, t_run, t_inner, t_outer_stride, t_inner_stride, SIZE)
+        value = tl.load((s_base + s_offset).to(tl.pointer_type(WORD)), mask=inside)
+        tl.store((t_base + t_offset).to(tl.pointer_type(WORD)), value, mask=inside)
+
+
+def launch_digest(table: torch.Tensor, blocks: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Sum of the h_i of every region: int64 [regions] on the device, not yet finished (lanes.finish)."""
+    sums = torch.zeros(len(table), dtype=torch.int64, device=table.device)
+    if len(blocks[0]):
+        digest_kernel[(len(blocks[0]),)](
+            table, *blocks, sums, GOLDEN=GOLDEN, MIX_1=MIX_1, MIX_2=MIX_2, BLOCK=BLOCK, LOOPS=LOOPS
+        )  # fmt: skip
+    return sums
+
+
+def launch_copy(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    blocks: tuple[torch.Tensor, torch.Tensor],
+    size: int,
+    fence: tuple[int, int, torch.Tensor] | None = None,
+) -> None:
+    """Copy each region of `source` to that of `target`; `size`: bytes of a word (8, 4, 2 or 1), the unit of both tables.
+
+    fence: (address of a word, the value it must have, int64 [1] that counts the programs which found another one).
+    """
+    if not len(blocks[0]):
+        return
+    at, epoch, missed = fence or (0, 0, blocks[1])
+    copy_kernel[(len(blocks[0]),)](  # pyright: ignore[reportIndexIssue]
+        source, target, *blocks, at, epoch, missed,
+        WORD=_WORD[size], SIZE=size, BLOCK=BLOCK, LOOPS=LOOPS, FENCED=fence is not None,
+    )  # fmt: skip

@@ -1,0 +1,64 @@
+"""The few operations on live bytes that host memory (numpy arrays) and a GPU's memory (torch tensors) do not share.
+
+Everything else in this package slices, reshapes and assigns, which both understand. Views are of unsigned words on the host and
+of signed ones on a GPU (torch has no arithmetic on unsigned words); only their bits matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+PIECE = 64 << 20
+"""Bytes brought from a GPU to the host at a time."""
+
+
+def on_host(view: Any) -> bool:
+    return isinstance(view, np.ndarray)
+
+
+def address(view: Any) -> int:
+    """Of the first element."""
+    return int(view.ctypes.data) if on_host(view) else int(view.data_ptr())
+
+
+def to_host(view: Any) -> Any:
+    """The same values as a numpy array; a copy unless they are there already."""
+    return view if on_host(view) else view.cpu().numpy()
+
+
+def duplicate(raw: Any) -> Any:
+    """A copy of raw bytes in host memory, wherever they are: a GPU has no room for a second set of weights."""
+    return raw.copy() if on_host(raw) else raw.cpu().numpy()
+
+
+def equal(a: Any, b: Any) -> bool:
+    if on_host(a):
+        return bool(np.array_equal(a, b))
+    import torch  # pyright: ignore[reportMissingImports] - a view on a GPU is a torch tensor
+
+    return bool(torch.equal(a, b))
+
+
+def first_difference(copy: Any, live: Any) -> int | None:
+    """Index of the first byte in which live bytes differ from a host copy; None when they do not."""
+    for low in range(0, len(copy), PIECE):
+        here, there = copy[low : low + PIECE], to_host(live[low : low + PIECE])
+        if not np.array_equal(here, there):
+            return low + int(np.argmax(here != there))
+    return None
+
+
+def differences(copy: Any, live: Any) -> int:
+    """How many live bytes differ from a host copy."""
+    pieces = range(0, len(copy), PIECE)
+    return sum(int((copy[low : low + PIECE] != to_host(live[low : low + PIECE])).sum()) for low in pieces)
+
+
+def invert(view: Any) -> None:
+    """Every bit, in place."""
+    if on_host(view):
+        np.invert(view, out=view)
+    else:
+        view.bitwise_not_()

@@ -1,0 +1,299 @@
+"""CUDA IPC: one kernel of ours writes straight into another process's device memory, over NVLink or PCIe, inside one host.
+
+One launch serves thousands of ranges and walks strides itself, so nothing is packed and a short run costs what a long one does.
+The peer takes no part. What a peer registered stands in a file of its own in shared memory (mode 0600: only the same user
+finds it) with the handles of its allocations. The fence is on the device: every thread block of a launch first reads the
+peer's epoch from the peer's memory and copies nothing when it is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weight_sync.device.tables import Tables, pair
+from weight_sync.errors import BindError, ConfigError, TransportError
+from weight_sync.ids import Deadline
+from weight_sync.transport.base import Batch, Completion, Endpoint, Region, Ticket
+from weight_sync.transport.probe_area import AREA_BYTES, SCRATCH_OFFSET, new_epoch, pack_header, prove
+from weight_sync.transport.regions import RegionTable, check_deadline, check_local, check_remote, failed_peer, failed_range
+
+_POLL_SECONDS = 50e-6
+_SETTLE_SECONDS = 0.1
+"""After the epoch is gone from the device: the thread blocks that had read it before finish within microseconds, unless their
+GPU was given to another process in between; this is many times a scheduler's time slice."""
+_EPOCH_AT = 8
+"""Byte of the epoch in the probe area's header (probe_area.HEADER)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """regions: what it had registered when probed. shift: to add to its addresses, by allocation. opened: mapped here."""
+
+    regions: RegionTable
+    bases: Any
+    shifts: Any
+    opened: list[int]
+
+    def here(self, remote: Any) -> Any:
+        """Addresses of the peer as addresses of this process."""
+        return remote + self.shifts[np.searchsorted(self.bases, remote, side="right") - 1]
+
+
+class CudaIpcTransport:
+    """See the module docstring. Endpoint.address is "<file>@<boot id>".
+
+    device: CUDA device of this rank's memory, the current one when None. ConfigError without CUDA.
+    """
+
+    name = "cuda_ipc"
+    strided = True
+    batch_bytes = 1 << 30
+
+    def __init__(self, *, device: int | None = None) -> None:
+        try:
+            import torch  # pyright: ignore[reportMissingImports]
+
+            from weight_sync.device import ipc, kernels
+        except ImportError as error:
+            raise ConfigError(f"transport cuda_ipc needs torch and triton: {error}") from error
+        if not torch.cuda.is_available():
+            raise ConfigError("transport cuda_ipc needs a CUDA device; torch finds none here. On CPUs: cma or mooncake tcp")
+        self._torch, self._ipc, self._kernels = torch, ipc, kernels
+        self._pid = os.getpid()
+        self._device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
+        self._boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        self._epoch = new_epoch()
+        self._regions = RegionTable()
+        self._exported: dict[int, tuple[int, str]] = {}
+        self._peers: dict[Endpoint, _Peer] = {}
+        self._prepared: dict[int, tuple[Batch, Any]] = {}
+        self._flights: dict[int, tuple[Batch, Any, Any, float]] = {}
+        self._tickets = count()
+        self._unusable: str | None = None
+        with torch.cuda.device(self._device):
+            self._area = torch.zeros(AREA_BYTES, dtype=torch.uint8, device=self._device)
+            self._stream = torch.cuda.Stream(self._device)
+        self._put(self._area.data_ptr(), pack_header(self._epoch))
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        descriptor, name = tempfile.mkstemp(prefix="weight_sync-ipc-", dir=folder)
+        os.close(descriptor)
+        self._file = Path(name)
+        self._publish()
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """BindError when a region is empty, overlaps one registered before, or lies in memory that CUDA IPC cannot share."""
+        self._check_usable()
+        self._regions.add(regions)
+        for region in regions:
+            self._export(region.address, region.nbytes)
+        self._publish()
+
+    def describe(self) -> Endpoint:
+        self._check_usable()
+        address = f"{self._file}@{self._boot}"
+        return Endpoint(self.name, "cuda_ipc", address, self._epoch, (self._area.data_ptr(), AREA_BYTES))
+
+    def probe(self, endpoint: Endpoint, deadline: Deadline) -> None:
+        """Opens the peer's handles, then reads its epoch and writes and reads back a nonce through its device memory."""
+        self._check_usable()
+        check_deadline(endpoint, deadline, "probe")
+        if (endpoint.transport, endpoint.protocol) != (self.name, "cuda_ipc"):
+            raise failed_peer(endpoint, "the peer is not on the cuda_ipc transport", "protocol")
+        peer = self._open(endpoint, self._read_file(endpoint))
+        area = self._area.data_ptr() + SCRATCH_OFFSET
+
+        def read(address: int, nbytes: int) -> bytes:
+            self._move(area, int(peer.here(np.asarray([address]))[0]), nbytes)
+            return self._get(area, nbytes)
+
+        def write(address: int, data: bytes) -> None:
+            self._put(int(peer.here(np.asarray([address]))[0]), data)
+
+        try:
+            prove(endpoint, read, write)
+        except BaseException:
+            self._close_peer(peer)
+            raise
+        if endpoint in self._peers:
+            self._close_peer(self._peers[endpoint])
+        self._peers[endpoint] = peer
+        self._prepared = {key: value for key, value in self._prepared.items() if value[0].endpoint != endpoint}
+
+    def write(self, batch: Batch) -> Ticket:
+        return self._start(batch, reads=False)
+
+    def read(self, batch: Batch) -> Ticket:
+        return self._start(batch, reads=True)
+
+    def wait(self, ticket: Ticket, deadline: Deadline) -> Completion:
+        self._check_usable()
+        if ticket.id not in self._flights:
+            raise ValueError(f"ticket {ticket.id} is not in flight on this transport: each is waited for once")
+        batch, event, missed, started = self._flights.pop(ticket.id)
+        try:
+            while not event.query():
+                if deadline.remaining() <= 0:
+                    reason = f"not done within the deadline of {deadline.seconds:g} s"
+                    raise failed_range(batch, 0, reason, "deadline")
+                time.sleep(_POLL_SECONDS)
+            if programs := int(missed.item()):
+                raise failed_range(batch, 0, f"the peer closed: {programs} thread blocks found its epoch gone", "closed peer")
+        except TransportError as error:
+            self._unusable = f"an earlier batch failed with code {error.code}"
+            raise
+        except RuntimeError as error:  # how torch reports a CUDA error, which no later call of this process survives
+            self._unusable = f"a CUDA error: {error}"
+            raise failed_range(batch, 0, f"CUDA reports: {error}", "cuda") from error
+        return Completion(int(batch.nbytes.sum()), time.monotonic() - started)
+
+    def close(self) -> None:
+        """Takes this side's epoch off the device, waits for what this side launched, and unmaps its peers."""
+        if self._unusable == "closed":
+            raise failed_peer(f"cuda_ipc {self._file.name}", "the transport is closed", "closed")
+        self._unusable = "closed"
+        self._file.unlink(missing_ok=True)
+        try:
+            self._put(self._area.data_ptr(), bytes(len(pack_header(0))))
+            self._stream.synchronize()
+        except RuntimeError as error:
+            raise failed_peer(f"cuda_ipc {self._file.name}", f"CUDA reports: {error}; end this process", "cuda") from error
+        if len(self._regions):
+            time.sleep(_SETTLE_SECONDS)
+        for peer in self._peers.values():
+            self._close_peer(peer)
+        self._peers.clear()
+        self._prepared.clear()
+        self._flights.clear()
+
+    def _start(self, batch: Batch, *, reads: bool) -> Ticket:
+        self._check_usable()
+        if batch.endpoint not in self._peers:
+            raise failed_peer(batch.endpoint, "this peer was never probed", "not probed")
+        peer = self._peers[batch.endpoint]
+        local, remote, blocks, word = self._tables(batch, peer)
+        with self._torch.cuda.device(self._device), self._torch.cuda.stream(self._stream):
+            # What the caller's stream still does to the local bytes comes first.
+            self._stream.wait_stream(self._torch.cuda.default_stream(self._device))
+            missed = self._torch.zeros(1, dtype=self._torch.int64, device=self._device)
+            assert batch.endpoint.probe is not None
+            fence = int(peer.here(np.asarray([batch.endpoint.probe[0] + _EPOCH_AT]))[0]), batch.endpoint.epoch, missed
+            source, target = (remote, local) if reads else (local, remote)
+            self._kernels.launch_copy(source, target, blocks, word, fence)
+            event = self._torch.cuda.Event()
+            event.record(self._stream)
+        ticket = Ticket(next(self._tickets), batch)
+        self._flights[ticket.id] = batch, event, missed, time.monotonic()
+        return ticket
+
+    def _tables(self, batch: Batch, peer: _Peer) -> Any:
+        """The batch as tables on the device. Made, and checked, once for a batch that is written again and again."""
+        known = self._prepared.get(id(batch))
+        if known is not None and known[0] is batch:
+            return known[1]
+        # Extents, not payloads: a strided box must lie in registered memory as a whole.
+        boxes = batch.boxes
+        local, remote = (batch.nbytes, batch.nbytes) if boxes is None else map(
+            boxes.extents, (boxes.local_strides, boxes.remote_strides)
+        )  # fmt: skip
+        check_local(replace(batch, nbytes=local, boxes=None), self._regions)
+        check_remote(replace(batch, nbytes=remote, boxes=None), peer.regions)
+        mapped = peer.here(batch.remote)
+        if boxes is None:
+            word = int(np.gcd.reduce(np.concatenate([batch.local, mapped, batch.nbytes, [8]])))
+            here, there = (Tables.of_ranges(at, batch.nbytes, word) for at in (batch.local, mapped))
+        else:
+            here, there = pair(*(
+                [(int(a), 1, s, n) for a, s, n in zip(at, strides.tolist(), boxes.shape.tolist(), strict=True)]
+                for at, strides in ((batch.local, boxes.local_strides), (mapped, boxes.remote_strides))
+            ))  # fmt: skip
+        made, blocks = here.on(self._device, self._kernels.PER_PROGRAM)
+        other, _ = there.on(self._device, self._kernels.PER_PROGRAM)
+        tables = made, other, blocks, here.word
+        self._prepared[id(batch)] = batch, tables
+        return tables
+
+    def _export(self, address: int, nbytes: int) -> None:
+        """Handles for every allocation that [address, address + nbytes) touches: a torch storage lies in one."""
+        base, size, handle = self._ipc.export(address)
+        if address + nbytes > base + size:
+            raise BindError(f"the region [{address:#x}, {address + nbytes:#x}) leaves its allocation of {size} bytes")
+        self._exported[base] = size, handle
+
+    def _publish(self) -> None:
+        if not self._exported:
+            self._export(self._area.data_ptr(), AREA_BYTES)
+        content = {
+            "pid": self._pid,
+            "epoch": self._epoch,
+            "allocations": [[base, size, handle] for base, (size, handle) in sorted(self._exported.items())],
+            "regions": [[r.address, r.nbytes] for r in self._regions.regions],
+        }
+        new = self._file.with_suffix(".new")
+        new.touch(0o600)
+        new.write_text(json.dumps(content))
+        new.replace(self._file)  # in one step: a reader sees the old or the new
+
+    def _read_file(self, endpoint: Endpoint) -> dict[str, Any]:
+        path, _, boot = endpoint.address.rpartition("@")
+        if boot != self._boot:
+            raise failed_peer(endpoint, "cuda_ipc reaches processes of the same host only", "other host")
+        try:
+            content = json.loads(Path(path).read_text())
+        except OSError as error:
+            reason = f"the peer's file cannot be read ({error}): it closed, or lives in another container"
+            raise failed_peer(endpoint, reason, "closed peer") from None
+        if content["epoch"] != endpoint.epoch:
+            raise failed_peer(
+                endpoint,
+                f"stale endpoint: it was described at epoch {endpoint.epoch}, the peer is at {content['epoch']}",
+                "stale epoch",
+            )
+        return content
+
+    def _open(self, endpoint: Endpoint, content: dict[str, Any]) -> _Peer:
+        bases, shifts, opened = [], [], []
+        with self._torch.cuda.device(self._device):
+            for base, _, handle in content["allocations"]:
+                here = base
+                if content["pid"] != self._pid:  # CUDA does not open a handle in the process that made it
+                    here = self._ipc.open_handle(handle)
+                    opened.append(here)
+                bases.append(base)
+                shifts.append(here - base)
+        regions = RegionTable.published([(a, n) for a, n in content["regions"]])
+        return _Peer(regions, np.asarray(bases, np.int64), np.asarray(shifts, np.int64), opened)
+
+    def _close_peer(self, peer: _Peer) -> None:
+        with self._torch.cuda.device(self._device):
+            for address in peer.opened:
+                self._ipc.close_handle(address)
+        peer.opened.clear()
+
+    def _put(self, address: int, data: bytes) -> None:
+        host = self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8)
+        self._ipc.copy(address, host.data_ptr(), len(data), self._device)
+
+    def _get(self, address: int, nbytes: int) -> bytes:
+        host = self._torch.empty(nbytes, dtype=self._torch.uint8)
+        self._ipc.copy(host.data_ptr(), address, nbytes, self._device)
+        return host.numpy().tobytes()
+
+    def _move(self, to: int, from_: int, nbytes: int) -> None:
+        self._ipc.copy(to, from_, nbytes, self._device)
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise failed_peer(f"cuda_ipc {self._file.name}", f"opened in process {self._pid}, used in its fork", "fork")
+        if self._unusable is not None:
+            code = "closed" if self._unusable == "closed" else "poisoned"
+            raise failed_peer(f"cuda_ipc {self._file.name}", f"the transport is {code}: {self._unusable}", code)
