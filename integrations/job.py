@@ -92,6 +92,7 @@ _PREFLIGHT = {
     ("mooncake", "rdma"): "p2p_rdma",
     ("mooncake", "nvlink_intra"): "p2p_nvlink",
     ("cma", None): "p2p_cma",
+    ("cuda_ipc", None): "p2p_ipc",
 }
 """Which preflight a transport needs, by name and protocol: a strategy file of your own is checked by what it uses."""
 

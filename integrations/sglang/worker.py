@@ -167,7 +167,8 @@ class Worker:
         if reasons := known.refusals(self._scheduler):
             raise BindError(f"rollout rank {self._coords['rank']}: {'; '.join(reasons)}")
         inventory = self._judged(payload)
-        inventory.require_all()
+        if set(payload["expected"]) <= set(known.live_tensors(known.models_of(self._scheduler))):
+            inventory.require_all()  # else the plan is of another layout, and the agent says so better
         before = self._planned
         self._planned = frozenset(payload["expected"])
         try:

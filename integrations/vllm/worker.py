@@ -133,7 +133,8 @@ def _bind(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
         if planned := sorted(stuck.keys() & set(payload["expected"])):
             raise BindError(f"rollout rank {worker.rank}: {listed(f'{name}: {stuck[name]}' for name in planned)}")
     inventory = _judged(worker, payload)
-    inventory.require_all()
+    if set(payload["expected"]) <= set(tensors.live_tensors(tensors.models_of(worker), all_of_them=True)):
+        inventory.require_all()  # else the plan is of another layout, and the agent says so better
     before, engine.planned = engine.planned, frozenset(payload["expected"])
     try:
         answer = engine.agent(worker).call("bind", payload)

@@ -11,7 +11,9 @@ import torch
 from test_engine import Engine, engine, soon
 
 from weight_sync.errors import BindError, SessionError, VerifyError
+from weight_sync.session.connect import SyncSpec, connect
 from weight_sync.session.contracts import Receipt
+from weight_sync.session.inputs import Declared
 
 __all__ = ["engine"]  # a fixture
 
@@ -42,6 +44,12 @@ def test_a_tensor_that_nothing_keeps_right_is_refused_at_bind_and_nothing_is_pau
         "a": "synced",
         "b": None,
     }
+
+
+def test_a_plan_of_another_layout_is_told_by_its_own_names(engine: Engine) -> None:
+    with pytest.raises(BindError, match=r"declared layout is not the live one: c: planned \[\[7\], 'float32'\], live absent"):
+        engine.bind("p", expected={"c": [[7], "float32"]})
+    assert engine.log == []
 
 
 def test_derived_tensors_are_spoilt_before_post_processing_and_proven_before_cache_version_and_commit(engine: Engine) -> None:
@@ -111,6 +119,10 @@ def test_what_forbids_a_sync_is_in_the_description_and_refused_at_bind_as_well(e
     assert engine.adapter.describe(soon()).refusals[0].startswith("enable_eplb=True: experts")
     with pytest.raises(BindError, match="rollout rank 1: enable_eplb=True"):
         engine.bind("p")
+    trainers: Any = SimpleNamespace(world=1, call=lambda method, payloads, deadline: {0: {}})
+    with pytest.raises(BindError, match="engine e0 cannot be synced as it runs: enable_eplb=True"):
+        connect(trainers, [engine.adapter], SyncSpec(None, Declared({}, {}, {})), soon())
+    assert engine.log == []
 
 
 def test_in_place_needs_an_engine_without_a_prefix_cache(engine: Engine) -> None:

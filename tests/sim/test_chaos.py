@@ -16,7 +16,7 @@ from weight_sync.chaos.job import Job
 from weight_sync.cli import main
 from weight_sync.errors import ConfigError
 
-SEEDS = 400
+SEEDS = 300
 REGRESSIONS = {
     "a reply to an earlier write taken for this one's": ("message stale digests", 133),
     "a quiesce that comes twice lets the trainer step in between": ("message doubled request", 161),

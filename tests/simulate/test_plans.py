@@ -110,8 +110,7 @@ def test_the_first_holder_as_source_is_a_correct_plan_and_a_slower_one(layouts: 
     prove_exact_once(other, source=layouts[0], target=layouts[1])
     assert (other.source_rank[np.lexsort((other.target_start, other.target))]
             <= plan.source_rank[np.lexsort((plan.target_start, plan.target))]).all()  # fmt: skip
-    cluster = load_cluster("h100_400g")
-    busiest = [simulate(make_schedule(p, GPU), cluster).usage[0].busy for p in (plan, other)]
+    busiest = [np.bincount(p.source_rank, p.nbytes).max() for p in (plan, other)]
     assert busiest[1] > 1.5 * busiest[0]
 
 

@@ -82,7 +82,7 @@ def test_an_empty_machine_has_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_everything_works_on_a_box_with_everything() -> None:
-    assert reachable(BOX) == dict.fromkeys(["p2p_nvlink", "p2p_rdma", "p2p_cma", "p2p_tcp"])
+    assert reachable(BOX) == dict.fromkeys(["p2p_ipc", "p2p_nvlink", "p2p_rdma", "p2p_cma", "p2p_tcp"])
     for strategy in reachable(BOX):
         require(strategy, BOX)
 
@@ -97,6 +97,7 @@ def test_everything_works_on_a_box_with_everything() -> None:
         ("p2p_rdma", {"environment": {"MC_FORCE_TCP": "0"}}, "MC_FORCE_TCP"),
         ("p2p_rdma", {"memlock": 65536}, "only 65536 bytes may be pinned"),
         ("p2p_nvlink", {"gpus": ()}, "no NVIDIA GPU"),
+        ("p2p_ipc", {"gpus": ()}, "no NVIDIA GPU"),
         ("p2p_nvlink", {"nvlink": False}, "NVLink"),
         ("p2p_nvlink", {"mooncake": MooncakeBuild("m", "1", False, None)}, "built without nvlink_intra"),
         ("p2p_tcp", {"mooncake": None}, "not installed"),
@@ -128,7 +129,7 @@ def test_what_is_not_known_to_fail_is_not_ruled_out(change: dict[str, object]) -
 
 
 def test_an_unknown_strategy_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="preflight knows p2p_nvlink, p2p_rdma, p2p_cma, p2p_tcp"):
+    with pytest.raises(ConfigError, match="preflight knows p2p_ipc, p2p_nvlink, p2p_rdma, p2p_cma, p2p_tcp"):
         require("p2p_smoke_signal", BOX)
 
 

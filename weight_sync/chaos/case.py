@@ -201,11 +201,12 @@ def derived(live: Mapping[str, Words]) -> dict[str, Words]:
     The rest (embed.weight) it computes with as it is.
     """
     gate_up, down = live["layers.0.gate_up.weight"], live["layers.0.down.weight"]
-    quantised = (down >> 8).astype(np.uint16)
+    padded = np.zeros((len(gate_up) + 3, gate_up.shape[1] + 2), np.uint16)
+    padded[: len(gate_up), : gate_up.shape[1]] = gate_up
     return {
         "qkv, permuted": np.ascontiguousarray(live["layers.0.qkv.weight"].T[::-1]),
-        "gate_up, padded": np.pad(gate_up, ((0, 3), (0, 2))),
-        "down, quantised": quantised,
+        "gate_up, padded": padded,
+        "down, quantised": (down >> 8).astype(np.uint16),
         "down, scale": down.max(axis=1),
         "norm and gate, fused": gate_up ^ live["norm.weight"],
     }

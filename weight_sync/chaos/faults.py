@@ -197,7 +197,9 @@ def _controller_stopped(a: Arm) -> None:
     recover = a.luck.random() < 0.5
 
     def strike(_: Sender | None) -> None:
+        begun = a.job.clock.monotonic()
         a.job.attempt(a.job.takeover(recover))
+        a.job.clock.jumped += a.job.clock.monotonic() - begun  # it was not running: its deadlines pass, it is not to blame
 
     a.at(*a.message(), a.luck.choice(("before", "after")), strike)
 

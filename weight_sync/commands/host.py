@@ -64,7 +64,7 @@ def _gpu_checks(found: Facts, root: Path) -> list[Check]:
             bool(gpus),
             ", ".join(f"{n} x {name}" for name, n in count.items()) or "none",
             "run on a machine with NVIDIA GPUs and its driver; nvidia-smi must work in this container",
-            needed_by=("p2p_nvlink",),
+            needed_by=("p2p_nvlink", "p2p_ipc"),
         )
     ]
     if not gpus:

@@ -22,7 +22,11 @@ words in all, and (digest only) the position of its first word in what is digest
 BLOCK = 1024
 LOOPS = 8
 PER_PROGRAM = BLOCK * LOOPS
-"""Words that one program works on."""
+"""Words of a block, which one program works on at a time."""
+
+COPY_PROGRAMS = 64
+"""Enough to fill NVLink between two H200 (32 programs 340 GB/s, 64 371, 132 372; the copy engine's one copy 392), and few
+enough to leave half of the multiprocessors to a digest at the same time, which then costs nothing (benchmarks/gpu_notes.md)."""
 
 _WORD: dict[int, Any] = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
@@ -90,38 +94,38 @@ def digest_kernel(
 
 @triton.jit
 def copy_kernel(
-    source, target, block_region, block_first, fence, epoch, missed,
+    source, target, block_region, block_first, count, fence, epoch, missed,
     WORD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, FENCED: tl.constexpr,
 ):  # fmt: skip
-    """Word k of each source region becomes word k of the target region of the same row.
+    """Word k of each source region becomes word k of the target region of the same row. Programs take turns with the blocks.
 
-    FENCED: every program first reads the word at address `fence`; if it is not `epoch` the program copies nothing and counts
-    itself in `missed`.
+    FENCED: before every block the word at address `fence` is read; if it is not `epoch` the block is not copied, and counted in
+    `missed`.
     """
-    program = tl.program_id(0)
-    region = tl.load(block_region + program).to(tl.int64)
-    first = tl.load(block_first + program)
-    s_base, s_run, s_inner, s_outer_stride, s_inner_stride, total = _fields(source, region)
-    t_base, t_run, t_inner, t_outer_stride, t_inner_stride, _ = _fields(target, region)
-    allowed = total
-    if FENCED:
-        now = tl.load(fence.to(tl.pointer_type(tl.int64)), volatile=True)
-        if now != epoch:
-            allowed = total * 0
-            tl.atomic_add(missed, 1)
-    for step in range(LOOPS):
-        k = first + step * BLOCK + tl.arange(0, BLOCK)
-        inside = k < allowed
-        if s_run == total:
-            s_offset = k * SIZE
-        else:
-            s_offset = _offsets(k, s_run, s_inner, s_outer_stride, s_inner_stride, SIZE)
-        if t_run == total:
-            t_offset = k * SIZE
-        else:
-            t_offset = _offsets(k, t_run, t_inner, t_outer_stride, t_inner_stride, SIZE)
-        value = tl.load((s_base + s_offset).to(tl.pointer_type(WORD)), mask=inside)
-        tl.store((t_base + t_offset).to(tl.pointer_type(WORD)), value, mask=inside)
+    for block in range(tl.program_id(0), count, tl.num_programs(0)):
+        region = tl.load(block_region + block).to(tl.int64)
+        first = tl.load(block_first + block)
+        s_base, s_run, s_inner, s_outer_stride, s_inner_stride, total = _fields(source, region)
+        t_base, t_run, t_inner, t_outer_stride, t_inner_stride, _ = _fields(target, region)
+        allowed = total
+        if FENCED:
+            now = tl.load(fence.to(tl.pointer_type(tl.int64)), volatile=True)
+            if now != epoch:
+                allowed = total * 0
+                tl.atomic_add(missed, 1)
+        for step in range(LOOPS):
+            k = first + step * BLOCK + tl.arange(0, BLOCK)
+            inside = k < allowed
+            if s_run == total:
+                s_offset = k * SIZE
+            else:
+                s_offset = _offsets(k, s_run, s_inner, s_outer_stride, s_inner_stride, SIZE)
+            if t_run == total:
+                t_offset = k * SIZE
+            else:
+                t_offset = _offsets(k, t_run, t_inner, t_outer_stride, t_inner_stride, SIZE)
+            value = tl.load((s_base + s_offset).to(tl.pointer_type(WORD)), mask=inside)
+            tl.store((t_base + t_offset).to(tl.pointer_type(WORD)), value, mask=inside)
 
 
 def launch_digest(table: torch.Tensor, blocks: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -140,15 +144,18 @@ def launch_copy(
     blocks: tuple[torch.Tensor, torch.Tensor],
     size: int,
     fence: tuple[int, int, torch.Tensor] | None = None,
+    programs: int = COPY_PROGRAMS,
 ) -> None:
     """Copy each region of `source` to that of `target`; `size`: bytes of a word (8, 4, 2 or 1), the unit of both tables.
 
+    programs: how many run at a time; each keeps one multiprocessor busy.
     fence: (address of a word, the value it must have, int64 [1] that counts the programs which found another one).
     """
-    if not len(blocks[0]):
+    count = len(blocks[0])
+    if not count:
         return
     at, epoch, missed = fence or (0, 0, blocks[1])
-    copy_kernel[(len(blocks[0]),)](  # pyright: ignore[reportIndexIssue]
-        source, target, *blocks, at, epoch, missed,
-        WORD=_WORD[size], SIZE=size, BLOCK=BLOCK, LOOPS=LOOPS, FENCED=fence is not None,
+    copy_kernel[(min(count, programs),)](  # pyright: ignore[reportIndexIssue]
+        source, target, *blocks, count, at, epoch, missed,
+        WORD=_WORD[size], SIZE=size, BLOCK=2 * BLOCK, LOOPS=LOOPS // 2, FENCED=fence is not None, num_warps=8,
     )  # fmt: skip

@@ -70,10 +70,21 @@ class Trailing(Frozen):
     when: str = "mtp_layers > 0"
 
 
+class Demand(Frozen):
+    """A key of the HF config that means a model of another shape unless it is absent, null or holds `entries` only.
+
+    entries: the legal values of the key, or of every item where it is a list. Empty: the key must be absent or null.
+    """
+
+    entries: tuple[str | int, ...] = ()
+    reason: str = Field(min_length=1)
+
+
 class FamilyFile(Frozen):
     """What a merged family file must hold; see the module docstring of `rules` for the rules themselves.
 
-    refuse: expressions over sizes -> why a model for which they hold cannot be expressed. Symbol mtp_layers, if the family
+    refuse: expressions over sizes -> why a model for which they hold cannot be expressed. demand: what other keys of the HF
+    config may hold, by key. Symbol mtp_layers, if the family
     has it, is how many layers trail the decoder layers in the checkpoint (index layers, layers + 1, ...): they belong to no
     pipeline stage's decoder layers and to the layer set "mtp". mcore_defaults: symbols of the mcore rules that a caller of
     resolve may give another value.
@@ -82,6 +93,7 @@ class FamilyFile(Frozen):
     name: str
     architectures: tuple[str, ...]
     refuse: dict[str, str] = Field(default_factory=dict)
+    demand: dict[str, Demand] = Field(default_factory=dict)
     config: dict[str, str] = Field(default_factory=dict)
     defaults: dict[str, str | int] = Field(default_factory=dict)
     derived: dict[str, str | int] = Field(default_factory=dict)
@@ -132,6 +144,9 @@ class Convention:
     shared: bool = False
     """True for engine files: a rule whose tensors the family does not have is simply not used."""
     refuse: Mapping[str, Refusal] = field(default_factory=dict[str, Refusal])
+    held_as: str = ""
+    """The dtype of this side's parameters where the HF tensor has the model's own dtype and the rule names none; their values
+    are cast. "": the HF tensor's. A trainer with float32 masters of a bfloat16 model has float32."""
 
 
 def merged(name: str, load: LoadYaml, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -235,9 +250,18 @@ def apply(family: FamilyFile, config: Mapping[str, Any]) -> Model:
     for text, reason in family.refuse.items():
         if evaluate(text, symbols, f"family {family.name}, refuse"):
             raise FamilyError(f"family {family.name} is refused for this HF config ({text}): {reason}")
+    for key, demand in family.demand.items():
+        value = cast("object", lookup(config, key))
+        items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else [] if value is None else [value]
+        if wrong := [item for item in items if item not in demand.entries]:
+            legal = f"only {listed(demand.entries)}" if demand.entries else "nothing"
+            raise FamilyError(
+                f"family {family.name} is refused for this HF config ({key} may hold {legal}, not {_short(wrong[0])}): "
+                f"{demand.reason}"
+            )
     if not family.tensors:
         raise FamilyError(f"family {family.name} declares no tensors")
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    dtype = model_dtype(config)
     layers, trailing = symbols.get("layers", 0), symbols.get("mtp_layers", 0)
     if trailing < 0:
         raise FamilyError(f"family {family.name}: mtp_layers is {trailing}; it must be 0 or more")
@@ -272,6 +296,11 @@ def apply(family: FamilyFile, config: Mapping[str, Any]) -> Model:
     if len(catalog.ids) != len(catalog):
         raise FamilyError(f"family {family.name}: two tensor templates give the same HF name: {listed(catalog.doubled())}")
     return Model(family, symbols, catalog, layers, sets, dtype, frozenset(absent))
+
+
+def model_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype that an HF config gives its tensors, torch's name without prefix."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
 
 
 def union(text: str, sets: Mapping[str, tuple[int, ...]], where: str) -> tuple[int, ...]:

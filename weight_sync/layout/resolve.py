@@ -78,22 +78,29 @@ def dropped_names(model: Model, convention: Convention, dims: Dims, side: str, *
 def computed_names(model: Model, convention: Convention, dims: Dims, side: str, **symbols: int) -> dict[str, str]:
     """HF name -> how this side computes its values, for the tensors that it does not hold byte for byte.
 
-    A rule's `value` declares them. Where both dtypes are equal for this model, a cast changes nothing and is not listed.
+    A rule's `value` declares them, or the convention for the whole side (held_as). Where both dtypes are equal for this model, a cast changes nothing and is not listed.
     """
     names = symbols_of(model, convention, dims, side, symbols)
     result: dict[str, str] = {}
     for label, rule in active_rules(model, convention, names).items():
-        if isinstance(rule, Drop) or rule.value is None:
+        if isinstance(rule, Drop):
             continue
         layers = rule_layers(model, rule, f"{convention.origin}, rule {label}")
         for part in sources(rule):
             pattern = model.catalog.patterns[model.catalog.by_template[part.hf]]
-            if rule.dtype is None or rule.dtype == pattern.dtype:
-                continue
-            for layer in layers or (0,):
+            dtype, cast_from = _dtypes(model, convention, rule, pattern)
+            for layer in (layers or (0,)) if cast_from else ():
                 for expert in range(max(pattern.experts, 1)):
-                    result[fill(part.hf, l=layer, e=expert)] = cast_text(pattern.dtype, rule.dtype)
+                    result[fill(part.hf, l=layer, e=expert)] = cast_text(cast_from, dtype)
     return result
+
+
+def _dtypes(model: Model, convention: Convention, rule: ParamRule, pattern: Pattern) -> tuple[str, str]:
+    """(dtype of the parameter, HF dtype that its values are declared to be cast from or "")."""
+    if convention.held_as and rule.dtype is None and pattern.dtype == model.dtype:
+        return convention.held_as, pattern.dtype if pattern.dtype != convention.held_as else ""
+    dtype = rule.dtype or pattern.dtype
+    return dtype, pattern.dtype if rule.value == "cast" and dtype != pattern.dtype else ""
 
 
 def resolve(model: Model, convention: Convention, dims: Dims, side: str, **symbols: int) -> Layout:
@@ -215,8 +222,7 @@ class _Resolver:
         columns = _columns(self.model.catalog, rule, local, held, experts)
         copies = len(experts) if stacked else 1
         shape = (copies, *local.shape) if stacked else local.shape
-        dtype = rule.dtype or pattern.dtype
-        cast_from = pattern.dtype if rule.value == "cast" and dtype != pattern.dtype else ""
+        dtype, cast_from = _dtypes(self.model, self.convention, rule, pattern)
         return _Block(names, shape, dtype, local.filling * copies, cast_from, *columns)
 
     def _wanted(self, rule: ParamRule, layer: int) -> bool:

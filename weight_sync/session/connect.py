@@ -14,6 +14,7 @@ from typing import Any
 from weight_sync.errors import BindError, PlanError, WeightSyncError, listed
 from weight_sync.ids import Deadline
 from weight_sync.layout.catalog import Catalog
+from weight_sync.layout.family import model_dtype
 from weight_sync.layout.parallel import EngineDims, world_error
 from weight_sync.layout.table import Layout, Param, layout_from_shards
 from weight_sync.layout.witness import agree
@@ -32,7 +33,8 @@ from weight_sync.session.takeover import Survey, survey
 class SyncSpec:
     """What to sync and how. trainer: declared, or None to read the layout from live shards (FSDP).
 
-    witness: compare a declared rollout layout with a recording of the engine's own loader.
+    casts: dtypes that live trainer parameters may have where the HF tensor has another; their values are cast. A declared
+    trainer says it itself (Declared.held_as). witness: compare a declared rollout layout with a recording of the engine's own loader.
     """
 
     trainer: Declared | None
@@ -40,6 +42,7 @@ class SyncSpec:
     witness: bool = True
     costs: CostModel = field(default_factory=CostModel)
     budget: Budget = field(default_factory=Budget)
+    casts: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,13 +95,14 @@ def connect(
     described, servers = found.trainers, found.engines
     dims = check_engines(spec, servers, engines, pause)
     model = tensors_of(spec.rollout)
-    catalog = published_catalog(described) if model is None else model.catalog
+    served = model_dtype(spec.rollout.config)
+    catalog = published_catalog(described, dict.fromkeys(spec.casts, served)) if model is None else model.catalog
     source: Declared | Mapping[str, Any]
     if spec.trainer is not None:
         source = spec.trainer
         _trainer_sizes(spec.trainer, described)
     else:
-        source = live_layout(catalog, described).to_json()
+        source = live_layout(catalog, described, spec.casts).to_json()
     target, dropped = _target(spec.rollout, catalog, engines, servers, deadline)
     inputs = PlanInputs(
         source=source,
@@ -144,7 +148,10 @@ def bind_engines(
     controller: str,
     deadline: Deadline,
 ) -> dict[int, dict[int, dict[str, Any]]]:
-    """Bind engines, given by their place in the plan; digest: as in Connection. Returns what their workers answered, by place, then local rank."""
+    """Bind engines, given by their place in the plan; digest: as in Connection.
+
+    Returns what their workers answered, by place, then local rank.
+    """
     width = dims.engine_world
     places = list(engines)
 
@@ -257,15 +264,26 @@ def _trainer_sizes(declared: Declared, described: Mapping[int, Mapping[str, Any]
             raise BindError(f"trainer rank {rank} sits elsewhere on the mesh than declared: {listed(off)}")
 
 
-def live_layout(catalog: Catalog, described: Mapping[int, Mapping[str, Any]]) -> Layout:
-    """The trainer's layout as its ranks publish it. catalog: the model's HF tensors."""
+def live_layout(catalog: Catalog, described: Mapping[int, Mapping[str, Any]], casts: Sequence[str] = ()) -> Layout:
+    """The trainer's layout as its ranks publish it. catalog: the model's HF tensors. casts: see SyncSpec."""
     params: list[list[Param]] = []
     shards: list[list[Mapping[str, Any]]] = []
     for rank in sorted(described):
         description = described[rank]
         if description.get("shards") is None:
             raise BindError(f"trainer rank {rank} publishes no shards, and no trainer layout is declared")
-        params.append([Param(rank, p["name"], tuple(p["shape"]), p["dtype"]) for p in description["params"]])
+        stored: dict[str, set[str]] = {}
+        for shard in description["shards"]:
+            if (tensor := catalog.ids.get(shard["tensor"])) is not None:
+                stored.setdefault(shard["param"], set()).add(catalog.pattern_of(tensor).dtype)
+
+        def cast_from(name: str, dtype: str, stored: Mapping[str, set[str]] = stored) -> str:
+            others = stored.get(name, set[str]()) - {dtype}
+            return next(iter(others)) if dtype in casts and len(others) == 1 else ""
+
+        params.append(
+            [Param(rank, p["name"], tuple(p["shape"]), p["dtype"], 0, cast_from(p["name"], p["dtype"])) for p in description["params"]]
+        )
         shards.append(list(description["shards"]))
     return layout_from_shards("trainer", catalog, params, shards)
 

@@ -152,18 +152,16 @@ class EngineState:
         return f"{'paused' if self.paused else 'serving'}, {where}{why}"
 
 
-def engine_state(
-    name: str, paused: bool, workers: Mapping[int, Mapping[str, Any]], generations: Iterable[int]
-) -> EngineState:
+def engine_state(name: str, paused: bool, workers: Mapping[int, Mapping[str, Any]], generations: Iterable[int]) -> EngineState:
     """Where an engine stands, from what its workers keep (by rank): session, suspect, aborted, committed {session, version,
     digest} or None. A receipt counts only if all workers hold the same one and none has bytes that nobody vouches for.
     """
-    held = [worker["committed"] for worker in workers.values() if not worker["suspect"]]
-    whole = len(held) == len(workers) and held and held[0] is not None and all(other == held[0] for other in held)
+    held: list[dict[str, Any] | None] = [worker["committed"] for worker in workers.values() if not worker["suspect"]]
+    first = held[0] if held and len(held) == len(workers) and all(other == held[0] for other in held) else None
     return EngineState(
         paused=paused,
         session=max((str(worker["session"] or "") for worker in workers.values()), default=""),
-        receipt=Receipt(name, **held[0]) if whole else None,
+        receipt=None if first is None else Receipt(name, first["session"], first["version"], first["digest"]),
         reason="; ".join(sorted({worker["aborted"] for worker in workers.values()} - {"", None})),
         generation=max(generations, default=0),
     )

@@ -40,7 +40,8 @@ _SMALL = 100_000
 class Declared:
     """A layout to resolve from YAML. family, convention: merged YAML (convention None: the family's mcore rules).
 
-    config: the HF config. dims: constructor arguments of TrainerDims or EngineDims. symbols: see resolve().
+    config: the HF config. dims: constructor arguments of TrainerDims or EngineDims. symbols: see resolve(). held_as: the dtype
+    of this side's parameters where it is not the model's, a declared cast of them all; see layout.family.Convention.
     """
 
     family: Mapping[str, Any]
@@ -48,6 +49,7 @@ class Declared:
     dims: Mapping[str, Any]
     convention: Mapping[str, Any] | None = None
     symbols: Mapping[str, int] = field(default_factory=dict[str, int])
+    held_as: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ def model_of(declared: Declared) -> tuple[Model, Convention]:
     convention = (
         mcore_convention(family) if declared.convention is None else engine_convention(parse_convention(declared.convention))
     )
-    return apply(family, declared.config), convention
+    return apply(family, declared.config), replace(convention, held_as=declared.held_as)
 
 
 def dims_of(declared: Declared | Recorded, side: str) -> Dims:

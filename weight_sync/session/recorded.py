@@ -28,8 +28,11 @@ ONE_WITNESS = (
 )
 
 
-def published_catalog(described: Mapping[int, Mapping[str, Any]]) -> Catalog:
+def published_catalog(described: Mapping[int, Mapping[str, Any]], casts: Mapping[str, str] | None = None) -> Catalog:
     """The HF tensors that trainer ranks hold, from the shards they publish (RankDescription as plain data, by rank).
+
+    casts: the HF dtype of tensors that the trainer holds in another, by that other one (float32 masters: {"float32":
+    "bfloat16"}). Of all others it is the trainer's own.
 
     A tensor ends where the last shard of any rank ends. Should ranks hold less than a whole tensor, its shape comes out too
     small; the engine's loader then refuses it, or leaves elements uncovered.
@@ -46,6 +49,7 @@ def published_catalog(described: Mapping[int, Mapping[str, Any]]) -> Catalog:
         dtype_of = {param["name"]: param["dtype"] for param in description["params"]}
         for shard in description["shards"]:
             name, dtype = shard["tensor"], dtype_of[shard["param"]]
+            dtype = (casts or {}).get(dtype, dtype)
             end = tuple(offset + size for offset, size in zip(shard["offset"], shard["shape"], strict=True))
             known, first = shapes.setdefault(name, end), dtypes.setdefault(name, (dtype, rank))
             if len(known) != len(end) or first[0] != dtype:

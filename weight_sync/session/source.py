@@ -13,11 +13,12 @@ The controller reaches it by call(method, payload) -> reply, plain data both way
                                                       that restarted): nothing has been paused yet
     write     {"session", "round", "seconds"}      -> {"session", "round", "bytes", "writes", "spans", "digests"}; the digests
                                                       with the last round only
-    compare   {"session", "seconds"}               -> {"bytes", "reads"}; reads what it wrote back out of the engines and compares
-                                                      every byte with the live source. VerifyError names the first that differs
-    fence     {"reason", "session"}                -> {"failed": a write of this rank failed}; closes the transport: nothing of ours
-                                                      can still be written. If it does not close, this and every later call but
-                                                      describe raises
+    compare   {"session", "seconds"}               -> {"bytes", "reads"}; reads what it wrote back out of the engines and
+                                                      compares every byte with the live source. VerifyError names the first
+                                                      that differs
+    fence     {"reason", "session"}                -> {"failed": a write of this rank failed}; closes the transport: nothing of
+                                                      ours can still be written. If it does not close, this and every later
+                                                      call but describe raises
     release   {"session"}                          -> {}; the trainer may step again. Refused between a write that failed
                                                       and its fence: the transport may still be reading the parameters
 """

@@ -51,7 +51,7 @@ def work_of(schedule: Schedule, bucket: float = np.inf, bytes_ratio: float = 1.0
     bytes_ratio: bytes on the wire for each byte planned, for a quantisation that the plan does not have yet.
     """
     plan = schedule.plan
-    nbytes = plan.nbytes * bytes_ratio
+    nbytes: Floats = (plan.nbytes * bytes_ratio).astype(np.float64)
     direct = schedule.method == Method.DIRECT
     writes = _writes(plan, direct, bucket, bytes_ratio)
     # Column by column, pieces are small records in Python; there are few unless a model's cuts fit badly.

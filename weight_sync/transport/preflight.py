@@ -96,7 +96,7 @@ def facts(root: Path = Path("/"), *, gpus: bool = True) -> Facts:
 EXPOSURE = (
     "No transport authenticates its peers. Mooncake listens on all interfaces, and whoever can connect can list, read and "
     "overwrite registered memory: keep its ports inside a private network or behind a firewall (docs/security.md).",
-    "p2p_cma opens no port; any process of the same user can do what it does.",
+    "p2p_cma and p2p_ipc open no port; any process of the same user can do what they do.",
 )
 """What every user must be told, in two lines; doctor prints them."""
 
@@ -104,6 +104,7 @@ EXPOSURE = (
 def reachable(found: Facts) -> dict[str, str | None]:
     """For each strategy, best first: None when it can work on this machine, else the reason why not."""
     return {
+        "p2p_ipc": _why_not_gpus(found),
         "p2p_nvlink": _why_not_mooncake(found) or _why_not_nvlink(found),
         "p2p_rdma": _why_not_mooncake(found) or _why_not_rdma(found),
         "p2p_cma": _why_not_cma(found),
@@ -113,7 +114,7 @@ def reachable(found: Facts) -> dict[str, str | None]:
 
 def require(strategy: str, found: Facts | None = None) -> None:
     """ConfigError, with everything that was looked for and what would work instead, unless `strategy` can work here."""
-    seen = facts(gpus=strategy == "p2p_nvlink") if found is None else found
+    seen = facts(gpus=strategy in ("p2p_nvlink", "p2p_ipc")) if found is None else found
     verdicts = reachable(seen)
     if strategy not in verdicts:
         raise ConfigError(f"unknown strategy {strategy!r}; preflight knows {', '.join(verdicts)}")
@@ -184,11 +185,18 @@ def _why_not_rdma(found: Facts) -> str | None:
     return None
 
 
-def _why_not_nvlink(found: Facts) -> str | None:
+def _why_not_gpus(found: Facts) -> str | None:
     if found.gpus is None:
         return "GPUs were not looked for"
     if not found.gpus:
         return "no NVIDIA GPU (asked nvidia-smi, looked in /proc/driver/nvidia/gpus)"
+    return None
+
+
+def _why_not_nvlink(found: Facts) -> str | None:
+    if reason := _why_not_gpus(found):
+        return reason
+    assert found.gpus is not None
     assert found.mooncake is not None
     if found.mooncake.nvlink_intra is False:
         return f"{found.mooncake.distribution} {found.mooncake.version} is built without nvlink_intra"

@@ -1,0 +1,159 @@
+"""The session between live parameters on GPUs. Needs CUDA, torch, triton and cuda-bindings: run by hand, not in CI.
+
+python -m pytest tests/gpu        one GPU is enough; with two, trainer and engine are on different ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="tests/gpu needs torch with CUDA")
+if not torch.cuda.is_available():
+    pytest.skip("tests/gpu needs a CUDA device", allow_module_level=True)
+
+from gpu_support import Job  # noqa: E402
+
+from weight_sync.config import engine_yaml, family_yaml  # noqa: E402
+from weight_sync.errors import TransportError, VerifyError, WeightSyncError  # noqa: E402
+from weight_sync.plan.schedule import Budget, CostModel  # noqa: E402
+from weight_sync.session.inputs import Declared  # noqa: E402
+from weight_sync.session.state import State  # noqa: E402
+from weight_sync.session.verify import Level  # noqa: E402
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 96, "vocab_size": 250, "num_experts": 8,
+    "moe_intermediate_size": 48, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}  # fmt: skip
+GLM45 = {
+    "architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "vocab_size": 250,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "use_qk_norm": True, "attention_bias": True,
+    "num_nextn_predict_layers": 1, "dtype": "bfloat16",
+}  # fmt: skip
+IPC = {"name": "cuda_ipc"}
+EVERYTHING_DIRECT = CostModel(seconds_per_write=0.0)
+EVERYTHING_STAGED = CostModel(seconds_per_write=1.0)
+
+
+def sides(config: dict[str, Any] = MOE, trainer: Any = None, rollout: Any = None) -> tuple[Declared, Declared]:
+    family = family_yaml("glm45" if config is GLM45 else "qwen3_moe")
+    ours = trainer or {"ranks": 2, "tp": 2, "ep": 2}
+    source = Declared(family, config, ours, None, {"vocab_multiple": 8 * ours.get("tp", 1)})
+    return source, Declared(family, config, rollout or {"tp": 2, "remainder": "last"}, engine_yaml("sglang"))
+
+
+@pytest.fixture
+def job() -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(*arguments: Any, **named: Any) -> Job:
+        made.append(Job(*(arguments or (sides(), IPC)), **named))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout"),
+    [
+        ({"ranks": 2, "tp": 2, "ep": 2}, {"tp": 2, "remainder": "last"}),
+        ({"ranks": 4, "tp": 4, "etp": 4}, {"tp": 1, "remainder": "last"}),
+        ({"ranks": 1}, {"tp": 4, "remainder": "last"}),
+        ({"ranks": 4, "tp": 2, "pp": 2}, {"tp": 2, "moe_ep": 2, "remainder": "last"}),
+    ],
+    ids=["tp2ep2 to tp2", "tp4 to tp1", "tp1 to tp4", "tp2pp2 to tp2ep2"],
+)
+@pytest.mark.parametrize("costs", [EVERYTHING_DIRECT, EVERYTHING_STAGED], ids=["direct", "staged"])
+def test_every_byte_arrives_whatever_the_cuts_and_the_way(job: Any, trainer: Any, rollout: Any, costs: CostModel) -> None:
+    made = job(sides(MOE, trainer, rollout), IPC, costs=costs, budget=Budget(1 << 16, 1 << 16))
+    made.commit(1)
+    made.step()
+    made.commit(2)
+
+
+def test_a_declared_cast_is_carried_out_on_the_gpu(job: Any) -> None:
+    made = job(sides(GLM45), IPC, costs=EVERYTHING_DIRECT)
+    assert made.sync.connect().plan.casts.any()
+    made.commit(1)
+
+
+@pytest.mark.parametrize("level", [Level.FULL, Level.CHECK_WEIGHT_EQUAL])
+def test_the_stricter_levels_of_verification_work_on_gpus(job: Any, level: Level) -> None:
+    made = job(sides(), IPC, level=level)
+    made.commit(1)
+
+
+def test_a_byte_damaged_after_the_write_is_found_and_the_next_sync_repairs_it(job: Any) -> None:
+    made = job()
+    made.commit(1)
+    made.step()
+    made.engine.before["verify"] = lambda: made.engine.remote("flip", 0, "model.norm.weight", 5)
+    with pytest.raises(VerifyError, match=r"model\.norm\.weight"):
+        made.sync.sync(2)
+    assert (made.sync.version, made.sync.state, made.engine.serving) == (1, State.FAILED, False)
+    made.commit(2)
+
+
+def test_full_comparison_finds_what_changes_after_the_digests(job: Any) -> None:
+    made = job(sides(), IPC, level=Level.FULL)
+    call = made.engine.verify
+
+    def verify(*arguments: Any, **named: Any) -> Any:
+        found = call(*arguments, **named)
+        made.engine.remote("flip", 1, "model.norm.weight", 7)
+        return found
+
+    made.engine.verify = verify
+    with pytest.raises(VerifyError, match=r"first byte that differs is 7 of the parameter"):
+        made.sync.sync(1)
+    assert (made.sync.version, made.engine.serving) == (-1, False)
+
+
+def test_a_joiner_reads_its_weights_from_a_ready_replicas_gpu(job: Any) -> None:
+    made = job()
+    made.commit(1)
+    want = made.engine.remote("content")
+    other = made.start("e1", 3)
+    made.sync.join(other, pull=True)
+    made.check(other, want)
+    assert (other.version, other.serving) == (1, True)
+    made.step()
+    made.commit(2)
+    made.check(other, made.engine.remote("content"))
+
+
+def test_an_engine_process_that_dies_fails_the_sync_and_names_it(job: Any) -> None:
+    made = job()
+    made.commit(1)
+
+    def die() -> None:
+        made.engine.remote.process.kill()
+        made.engine.remote.process.join(20)
+
+    made.engine.before["verify"] = die
+    with pytest.raises((WeightSyncError, OSError, EOFError)):
+        made.sync.sync(2)
+    assert (made.sync.version, made.engine.serving) == (1, False)
+
+
+def test_a_transport_whose_peer_closed_writes_nothing(job: Any) -> None:
+    made = job()
+    made.commit(1)
+    held = made.engine.remote("content")
+    made.step()
+    agent = made.sync._trainers._agents[0]
+    bound, transport = agent._bound, agent._transport
+    made.engine.remote("call", 0, "abort", {"session": "x", "reason": "the fence", "controller": ""})
+    batch = next(batch for _, batch in bound.batches if bound.targets[0].endpoint["address"] == batch.endpoint.address)
+    from weight_sync.ids import Deadline
+
+    with pytest.raises(TransportError, match="closed"):
+        transport.wait(transport.write(batch), Deadline.after(20))
+    made.check(made.engine, held)
