@@ -38,7 +38,21 @@ cell below counts layouts in which the declaration was compared, element for ele
 - **sglang**, **vllm**: the engine's own `load_weights`, recorded on a model built as each rank (tests/sglang/test_families.py,
   tests/vllm/test_families.py). Names, shapes, dtypes and the place of every element agree. The models are not run.
 
-*parameters* counts what was compared, over all ranks of all layouts.
+*parameters* counts what was compared, over all ranks of all layouts. *byte-equal* says whether syncs from a real trainer into
+the engine's live parameters were compared, byte for byte, with the engine's own load of the trainer's own export (next table);
+where it says no, the oracles above are all there is.
+"""
+BYTES = """
+## Byte for byte
+
+A real trainer takes an optimiser step and is synced into live engine parameters that were filled with garbage; afterwards every
+tensor of every rank equals what the engine's own `load_weights` makes of the trainer's own export (tests/exact). Trainers are
+named by model and layout, four ranks each; *float32* ones hold all parameters in float32 and are cast (`trainer.casts`).
+"six heads" are models whose sizes tp 3 divides, "tied" ones share embedding and head. *tensors* counts live tensors over all
+ranks of these engines.
+
+| model | engine | trainer -> engine layouts | byte-equal | tensors |
+|---|---|---|---|---|
 """
 CASTS = """
 ## Values that are computed
@@ -82,6 +96,22 @@ def _cell(records: list[Record]) -> tuple[str, str]:
     return shown, str(sum(record["tensors"] for record in records))
 
 
+def byte_rows(records: dict[tuple[str, str, str], Record]) -> Iterable[str]:
+    """One row for each model and engine: every trainer with the engine layouts it was synced to."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for (side, model, _), record in records.items():
+        if side.endswith(" bytes"):
+            found.setdefault((model, side.removesuffix(" bytes")), []).append(record)
+    for (model, engine), mine in sorted(found.items()):
+        pairs: dict[str, list[str]] = {}
+        for record in mine:
+            trainer, _, layout = record["layout"].partition(" -> ")
+            pairs.setdefault(trainer, []).append(layout)
+        text = "; ".join(f"{trainer} -> {' / '.join(sorted(pairs[trainer], key=natural))}" for trainer in sorted(pairs))
+        assert {record["result"] for record in mine} == {"byte-equal"}
+        yield f"| {model} | {engine} | {text} | yes | {sum(record['tensors'] for record in mine)} |"
+
+
 def axes(layouts: list[str]) -> str:
     """The values each axis takes: tp{1,2,4} pp{1,2}."""
     found: dict[str, set[int]] = {}
@@ -92,15 +122,18 @@ def axes(layouts: list[str]) -> str:
 
 
 def render(records: dict[tuple[str, str, str], Record]) -> str:
-    lines = [INTRO, "| model | side | layouts | all equal | parameters |", "|---|---|---|---|---|"]
+    lines = [INTRO, "| model | side | layouts | all equal | byte-equal | parameters |", "|---|---|---|---|---|---|"]
     models = sorted({model for side, model, _ in records if side in SIDES})
     for model in models:
         for side in SIDES:
             mine = [record for (s, m, _), record in records.items() if s == side and m == model]
             layouts, count = _cell(mine)
             result = "; ".join(sorted({record["result"] for record in mine})) or "not compared"
-            lines.append(f"| {model} | {side} | {layouts} | {result} | {count} |")
+            synced = [record for (s, m, _), record in records.items() if s == f"{side} bytes" and m == model]
+            exact = "-" if side == "trainer" else f"yes, {len(synced)} pairs of layouts" if synced else "no: oracles only"
+            lines.append(f"| {model} | {side} | {layouts} | {result} | {exact} | {count} |")
     lines += [
+        BYTES + "\n".join(byte_rows(records)),
         "",
         "## Published sizes",
         "",

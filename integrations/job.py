@@ -186,7 +186,7 @@ def resolve_early(job: JobConf, config: Mapping[str, Any]) -> SyncSpec:
     if trainer is not None:
         layout_of(trainer, "trainer")
     costs, budget = CostModel(**asdict(conf.costs)), Budget(**asdict(conf.budget))
-    return SyncSpec(trainer, rollout, witness=conf.verify.witness, costs=costs, budget=budget)
+    return SyncSpec(trainer, rollout, witness=conf.verify.witness, costs=costs, budget=budget, casts=tuple(job.trainer.casts))
 
 
 def pause_mode(job: JobConf, engines: list[RolloutEngine]) -> PauseMode:

@@ -137,11 +137,20 @@ class _Proposer:
     def run(self) -> Proposal:
         tensors = self._tensors()
         rules = self._rules()
-        for tensor in sorted({template_of(t)[0] for t in self.facts.tensors} - self._spoken(rules)):
+        left = sorted({template_of(t)[0] for t in self.facts.tensors} - self._spoken(rules))
+        mtp = [p for p in self.facts.params if p.name.startswith("mtp.")]
+        if self.trailing and not mtp:
+            left = [tensor for tensor in left if not self.where[tensor] or min(self.where[tensor]) < self.layers]
+            rules["mtp"] = {
+                "rule": "drop",
+                "layers": "mtp",
+                "reason": "Megatron-Bridge builds this model without its MTP layer",
+            }
+            self.result.notes.append("the MTP layer is left out of the trainer's side: Megatron-Bridge maps nothing of it")
+        for tensor in left:
             self._unmatched(f"{tensor}: Megatron-Bridge maps it to no parameter of this model")
         for param in self.facts.unmapped:
             self._unmatched(f"{param}: Megatron-Bridge has no mapping for this parameter")
-        mtp = [p for p in self.facts.params if p.name.startswith("mtp.")]
         family: Yaml = {"name": self.name, "architectures": list(self.facts.config["architectures"])}
         tied = bool(self.symbols.get("tied"))
         if not tied and "tied" in self.keys:

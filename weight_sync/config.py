@@ -20,6 +20,7 @@ from typing import Any, cast, get_type_hints
 from weight_sync.errors import ConfigError, FamilyError, listed
 from weight_sync.layout.family import merged
 from weight_sync.layout.parallel import EngineDims, TrainerDims
+from weight_sync.layout.values import CASTS
 from weight_sync.schema import DraftChoice, EngineLayout, JobConf, ModelConf, RolloutConf, SyncConf, TrainerConf
 from weight_sync.session.failure import FailurePolicy
 from weight_sync.session.inputs import Declared, Recorded
@@ -165,6 +166,7 @@ def check_job(job: JobConf) -> None:
         ("rollout.kind", job.rollout.kind, ("sglang", "vllm")),
         ("trainer.optimizer", job.trainer.optimizer, ("distributed", "replicated")),
         ("rollout.device", job.rollout.device, ("cpu", "cuda")),
+        *(("trainer.casts", dtype, sorted({held for held, _ in CASTS})) for dtype in job.trainer.casts),
     ):
         if value not in legal:
             raise ConfigError(f"{key}={value!r}: must be one of {', '.join(legal)}")
@@ -349,8 +351,10 @@ def declared_sides(job: JobConf, config: Mapping[str, Any]) -> tuple[Declared | 
         return None, rollout
     t = job.trainer
     # A Megatron parameter has the trainer's dtype, whatever the checkpoint says.
-    own = dict(config) | ({"dtype": t.dtype} if t.dtype else {})
-    return Declared(family, own, _trainer_dims(job), None, {"vocab_multiple": t.vocab_multiple * t.tp}), rollout
+    held_as = t.dtype if t.dtype in t.casts else ""
+    own = dict(config) | ({"dtype": t.dtype} if t.dtype and not held_as else {})
+    symbols = {"vocab_multiple": t.vocab_multiple * t.tp}
+    return Declared(family, own, _trainer_dims(job), None, symbols, held_as or ""), rollout
 
 
 def _trainer_dims(job: JobConf) -> dict[str, Any]:

@@ -194,7 +194,9 @@ class TrainerConf:
     """The trainer side. kind: megatron or fsdp2. python: interpreter of its environment. dp follows from ranks.
 
     vocab_multiple: Megatron pads the vocabulary to a multiple of this times tp (make_vocab_size_divisible_by).
-    pipeline: layers of each virtual stage. optimizer: distributed or replicated (megatron).
+    pipeline: layers of each virtual stage. optimizer: distributed or replicated (megatron). dtype: of the parameters; null: the
+    checkpoint's. casts: dtypes that parameters may have where the served model has another, [float32] for float32 masters of
+    a bfloat16 model: a sync then casts their values. Without it a difference of dtypes is an error.
     """
 
     kind: str = MISSING
@@ -212,6 +214,7 @@ class TrainerConf:
     optimizer: str = "distributed"
     learning_rate: float = 0.01
     dtype: str | None = None
+    casts: list[str] = field(default_factory=list)
     placement: PlacementConf = field(default_factory=PlacementConf)
     environment: dict[str, str] = field(default_factory=dict)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import BindError, listed
 from weight_sync.session.contracts import RankDescription
+from weight_sync.session.memory import device_of
 from weight_sync_integrations.fsdp.names import HfView, hf_views
 from weight_sync_integrations.live import StepGuard, describe_tensors, epoch_of
 
@@ -85,6 +86,7 @@ class FsdpSource:
             params=params,
             storages=storages,
             shards=shards,
+            device=device_of(tensors),
         )
 
     def quiesce(self) -> None:

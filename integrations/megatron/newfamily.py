@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -260,6 +261,11 @@ def new_family(config: Mapping[str, Any], name: str, folder: Path) -> tuple[Prop
     except WeightSyncError:
         raise
     except Exception as error:
+        if isinstance(error, AttributeError) and (key := re.search(r"Config' object has no attribute '(\w+)'", str(error))):
+            raise FamilyError(
+                f"the HF config has no key {key[1]!r}, which Megatron-Bridge reads to build {config['architectures'][0]}; give "
+                "the command the published config.json, or add the key with the model's value"
+            ) from error
         raise FamilyError(
             f"Megatron-Bridge cannot build the shrunken model of {config['architectures'][0]}: {type(error).__name__}: "
             f"{error}. Is the config complete, as the published config.json is?"

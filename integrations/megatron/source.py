@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weight_sync.errors import BindError, listed
 from weight_sync.layout.parallel import TRAINER_ORDERS, TrainerDims
 from weight_sync.session.contracts import RankDescription
+from weight_sync.session.memory import device_of
 from weight_sync_integrations.live import StepGuard, describe_tensors, epoch_of
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ class MegatronSource:
 
     def describe(self) -> RankDescription:
         """See TrainerSource. Raises BindError where a parameter cannot be read in place (see describe_tensors)."""
-        params, storages = describe_tensors(self.tensors(), rank=self._rank)
+        tensors = self.tensors()
+        params, storages = describe_tensors(tensors, rank=self._rank)
         return RankDescription(
             rank=self._rank,
             host=socket.gethostname(),
@@ -105,6 +107,7 @@ class MegatronSource:
             epoch=epoch_of(storages),
             params=params,
             storages=storages,
+            device=device_of(tensors),
         )
 
     def quiesce(self) -> None:

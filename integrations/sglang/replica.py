@@ -15,10 +15,11 @@ import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from weight_sync.errors import ParallelError
 
@@ -162,18 +163,21 @@ def read_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _context(model_path: str, rank: int, sizes: EngineSizes) -> Any:
+    import torch
     from sglang.srt import runtime_context
     from sglang.srt.server_args import ServerArgs
 
-    args = ServerArgs(
-        model_path=model_path,
-        device="cpu",
-        tp_size=sizes.tp,
-        pp_size=sizes.pp,
-        ep_size=sizes.ep,
-        attn_dp_size=sizes.attn_dp,
-    )
-    context = runtime_context.create_context(args, role="test", ranks=runtime_context.SpawnRanks(world_rank=rank))
+    # SGLang asks for the GPU's generation while it reads the arguments of a model with sparse attention.
+    with nullcontext() if torch.cuda.is_available() else patch("torch.cuda.get_device_capability", lambda *args: (9, 0)):
+        args = ServerArgs(
+            model_path=model_path,
+            device="cpu",
+            tp_size=sizes.tp,
+            pp_size=sizes.pp,
+            ep_size=sizes.ep,
+            attn_dp_size=sizes.attn_dp,
+        )
+        context = runtime_context.create_context(args, role="test", ranks=runtime_context.SpawnRanks(world_rank=rank))
     parallel = context.parallel
     handles = {
         f"{name}_group": _rank_only_group(name, getattr(parallel, f"{name}_rank"), getattr(parallel, f"{name}_size"))

@@ -87,6 +87,7 @@ def refusals(scheduler: Any) -> list[str]:
         )
     elif not _experts_in_place():
         found.append("the live map of physical to logical experts is not the identity; restart the server to reset it")
+    found += _undeclared_cuts(args)
     saver = getattr(scheduler, "memory_saver_adapter", None)
     if saver is not None and saver.enabled:
         found.append(
@@ -112,6 +113,24 @@ def refusals(scheduler: Any) -> list[str]:
         found.append(
             f"hicache_storage_backend={backend} keeps KV of old weights outside the engine, where /flush_cache does not "
             "reach. Start without it"
+        )
+    return found
+
+
+def _undeclared_cuts(args: Any) -> list[str]:
+    """Arguments that cut parameters otherwise than conf/weight_sync/engine/sglang.yaml says."""
+    tp, found = getattr(args, "tp_size", 1), list[str]()
+    if (dense := getattr(args, "moe_dense_tp_size", None)) not in (None, tp):
+        found.append(
+            f"moe_dense_tp_size={dense} with tp_size={tp}: dense layers and shared experts are then not cut over all tensor "
+            "ranks, which the engine's conventions do not declare. Start without it"
+        )
+    older = getattr(args, "dp_size", 1) if getattr(args, "enable_dp_attention", False) else 1  # SGLang 0.5.16
+    attn_dp = getattr(args, "attn_dp_size", None) or older
+    if getattr(args, "enable_dp_lm_head", False) and attn_dp > 1:
+        found.append(
+            f"enable_dp_lm_head=True with attn_dp_size={attn_dp}: the head is then cut over the ranks of one attention group, "
+            "which the engine's conventions do not declare. Start without it"
         )
     return found
 

@@ -108,6 +108,7 @@ def senseless(*overrides: str) -> str:
         (["trainer.kind=deepspeed"], "trainer.kind='deepspeed': must be one of megatron, fsdp2"),
         (["rollout.kind=trt"], "rollout.kind='trt': must be one of sglang, vllm"),
         (["rollout.device=tpu"], "rollout.device='tpu': must be one of cpu, cuda"),
+        (["trainer.casts=[float16]"], "trainer.casts='float16': must be one of bfloat16, float32"),
         (["trainer.optimizer=adam"], "trainer.optimizer='adam': must be one of distributed, replicated"),
         (["rounds=0"], "rounds=0: must be at least 1"),
         (["rollout.engines=0"], "rollout.engines=0: must be at least 1"),

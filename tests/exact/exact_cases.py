@@ -90,6 +90,20 @@ MODELS = {
         "glm5",
         symbols={"sglang": {"indexer_fused": 0}},  # without CUDA
     ),
+    "llama": Model("llama", {"vocab_size": 250, "num_hidden_layers": 2}),
+    "qwen2": Model("qwen2", {"vocab_size": 250, "num_hidden_layers": 2}),
+    "deepseek": Model(  # rope as of GLM-5
+        "deepseek_v3",
+        {"vocab_size": 250, "num_hidden_layers": 2, "rope_parameters": _YARN},
+        "deepseek_v3",
+        still=("e_score_correction_bias",),
+    ),
+    "flash": Model(
+        "glm4_moe_lite",
+        {"vocab_size": 250, "num_hidden_layers": 2, "rope_parameters": _YARN},
+        "glm47_flash",
+        still=("e_score_correction_bias",),
+    ),
     "undeclared": Model("phi3", {"vocab_size": 200, "num_hidden_layers": 2}),  # no family knows it
 }
 
@@ -107,6 +121,13 @@ TRAINERS = {
     "glm45 tp2 pp2 ep2": Trainer("glm45", {"tp": 2, "pp": 2, "ep": 2}),
     "glm5 pp2 ep2 dp2": Trainer("glm5", {"pp": 2, "ep": 2}),
     "undeclared fsdp2": Trainer("undeclared", {}, fsdp=True),
+    "llama tp2 pp2": Trainer("llama", {"tp": 2, "pp": 2}),
+    "qwen2 tp2 pp2": Trainer("qwen2", {"tp": 2, "pp": 2}),
+    "deepseek tp2 pp2 ep2": Trainer("deepseek", {"tp": 2, "pp": 2, "ep": 2}),
+    "flash tp2 ep2 dp2": Trainer("flash", {"tp": 2, "ep": 2}),
+    # all parameters in float32, the engine's in bfloat16
+    "llama float32 tp2 dp2": Trainer("llama", {"tp": 2}, options={"dtype": "float32"}),
+    "moe float32 fsdp2": Trainer("moe", {}, fsdp=True, options={"dtype": "float32"}),
 }
 
 ENGINES = {
@@ -145,12 +166,25 @@ _ONCE = (
     ("glm5 pp2 ep2 dp2", "tp2"),
 )
 
+ONE_WAY = (
+    ("llama tp2 pp2", "tp2"),
+    ("qwen2 tp2 pp2", "tp2"),
+    ("deepseek tp2 pp2 ep2", "tp2ep2"),
+    ("flash tp2 ep2 dp2", "tp2"),
+    ("llama float32 tp2 dp2", "tp2"),
+    ("moe float32 fsdp2", "tp2"),
+)
+"""(trainer, engine) that are synced once, in the default way: families and casts, not ways of travelling."""
+
+_APART = [trainer for trainer, _ in ONE_WAY]
 PAIRS = (
     *(
         (trainer, engine)
         for engine in _EVERYWHERE
         for trainer, case in TRAINERS.items()
-        if not case.model.startswith(("six", "undeclared", "glm")) and (case.model == "moe" or engine != "tp2ep2")
+        if trainer not in _APART
+        and not case.model.startswith(("six", "undeclared", "glm"))
+        and (case.model == "moe" or engine != "tp2ep2")
     ),
     *_ONCE,
 )
@@ -166,8 +200,9 @@ RECORDED = (
 """(trainer, engine) that are synced to a recorded engine layout."""
 
 
-NOT_ON_A_CPU = ("glm5",)
-"""Models whose attention vLLM has no CPU kernels for: their ranks are built and loaded, but no engine runs them."""
+RANKS_ONLY = ("glm5", "deepseek", "flash", "llama", "qwen2")
+"""Models whose vLLM ranks are built and loaded, but no engine runs them: vLLM has no CPU kernels for the attention of the first
+three, and engines of the others would take the time of ten ranks."""
 
 
 def why_not(kind: str, trainer: str, engine: str) -> str | None:
@@ -235,6 +270,9 @@ METHODS = {
 CASTS = {
     "glm45 tp2 pp2 ep2": ("mlp.gate.weight",),
     "glm5 pp2 ep2 dp2": ("indexer.k_norm.weight", "indexer.k_norm.bias"),
+    "flash tp2 ep2 dp2": ("mlp.gate.weight",),
+    "llama float32 tp2 dp2": (".weight",),
+    "moe float32 fsdp2": (".weight",),
 }
 """Trainer -> endings of the HF tensors that a sync of it casts."""
 
@@ -252,9 +290,10 @@ def all_cases() -> list[dict[str, str]]:
         if way != "recorded" and (way != "runs" or (trainer, engine) in METHODS.values())
     ]
     cases += [
-        {"kind": kind, "trainer": trainer, "engine": engine, "way": "recorded"}
+        {"kind": kind, "trainer": trainer, "engine": engine, "way": way}
         for kind in KINDS
-        for trainer, engine in RECORDED
+        for way, pairs in (("default", ONE_WAY), ("recorded", RECORDED))
+        for trainer, engine in pairs
     ]
     trainer, engine = MUTATED
     cases += [{"kind": kind, "trainer": trainer, "engine": engine, "mutation": name} for kind in KINDS for name in MUTATIONS]

@@ -128,13 +128,14 @@ def session(
     else:
         assert family is not None
         target = Declared(family, served, dims, convention, MODELS[trainer.model].symbols.get(case["kind"], {}))
-    source = None
+    source, held_as = None, str(trainer.options.get("dtype", ""))
     if not trainer.fsdp:  # FSDP ranks publish their shards instead
         assert family is not None
         config = json.loads((folder / "export" / "config.json").read_text())
+        config["dtype"] = served["dtype"]  # the export of a float32 trainer says its own
         symbols = {"vocab_multiple": 128 * trainer.parallel.get("tp", 1)}
-        source = Declared(family, config, {"ranks": TRAINER_WORLD, **trainer.parallel}, None, symbols)
+        source = Declared(family, config, {"ranks": TRAINER_WORLD, **trainer.parallel}, None, symbols, held_as)
     agents = [SourceAgent(rank, transport) for rank in read_ranks(folder)]
-    spec = SyncSpec(source, target, witness=witness, costs=costs, budget=budget)
+    spec = SyncSpec(source, target, witness=witness, costs=costs, budget=budget, casts=[held_as] if held_as else ())
     timeouts = Timeouts(connect=120, sync=120, abort=60)
     return WeightSync(InProcessTrainers(agents), rollout.engines, spec, pause="retract", timeouts=timeouts)

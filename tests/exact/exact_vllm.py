@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.exact import exact_replicas
-from tests.exact.exact_cases import ENGINES, NOT_ON_A_CPU, Engine
+from tests.exact.exact_cases import ENGINES, RANKS_ONLY, Engine
 from tests.exact.exact_session import answer, read_cases
 from tests.vllm.conftest import ENVIRONMENT, build_engine, run_forked
 from tests.vllm.replica_support import VllmRank, build_rank
@@ -190,7 +190,7 @@ def main(root: Path, answers: Path, cases: Path) -> None:
     for module in ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"):
         importlib.import_module(module)
     for (model, engine), group in read_cases(cases).items():
-        run = run_replicas if model in NOT_ON_A_CPU else run_group
+        run = run_replicas if model in RANKS_ONLY else run_group
         run_forked(run, root, answers, model, engine, group, seconds=400)
 
 

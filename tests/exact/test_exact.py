@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.exact.conftest import Answers
-from tests.exact.exact_cases import CASTS, METHODS, MUTATIONS, all_cases, why_not
+from tests.exact.exact_cases import CASTS, METHODS, MODELS, MUTATIONS, TRAINERS, all_cases, why_not
+from tests.families_support import record_result
 
 # The first test of each side waits for the whole side.
 pytestmark = pytest.mark.timeout(2000)
@@ -39,6 +40,9 @@ def test_after_a_sync_every_live_tensor_equals_what_the_engines_own_loader_makes
     endings = CASTS.get(case["trainer"], ())
     assert {ending for ending in endings if any(name.endswith(ending) for name in found["cast"])} == set(endings)
     assert [name for name in found["cast"] if not name.endswith(endings)] == []
+    trainer, recorded = TRAINERS[case["trainer"]], ", the engine recorded" if case["way"] == "recorded" else ""
+    layouts = f"{case['trainer']} -> {case['engine']}{recorded}"
+    record_result(f"{case['kind']} bytes", MODELS[trainer.model].family, layouts, "byte-equal", found["tensors"])
     if case["way"] == "runs":
         assert {name for name, count in found["methods"].items() if count} == {"direct"}
 

@@ -150,7 +150,7 @@ def test_a_transport_whose_peer_closed_writes_nothing(job: Any) -> None:
     made.step()
     agent = made.sync._trainers._agents[0]
     bound, transport = agent._bound, agent._transport
-    made.engine.remote("call", 0, "abort", {"session": "x", "reason": "the fence", "controller": ""})
+    made.engine.remote("call", 0, "abort", {"session": f"{made.sync._controller}-0", "reason": "the fence"})
     batch = next(batch for _, batch in bound.batches if bound.targets[0].endpoint["address"] == batch.endpoint.address)
     from weight_sync.ids import Deadline
 

@@ -67,6 +67,19 @@ def test_merging_keeps_every_byte_and_joins_what_follows_on_both_sides(runs, gap
     assert not ((a[1:] == a[:-1] + n[:-1]) & (b[1:] == b[:-1] + n[:-1])).any()
 
 
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=10))
+def test_runs_that_touch_are_not_joined_across_allocations(runs):
+    nbytes = np.asarray([n for n, _ in runs], np.int64)
+    owner = np.asarray([group for _, group in runs], np.int64)
+    at = np.cumsum(nbytes) - nbytes
+    a, b, n, first = merge_runs(at + 100, at, nbytes, owner)
+    assert (a == b + 100).all()
+    ends = np.flatnonzero(np.diff(owner)) + 1
+    assert b.tolist() == at[np.append(0, ends)].tolist()
+    assert first.tolist() == [0, *ends.tolist()]
+    assert int(n.sum()) == int(nbytes.sum())
+
+
 @relaxed
 @given(scattered(), st.sampled_from([0.0, 1e-9, 1e-6, 1.0]), st.integers(16, 200))
 def test_pieces_cover_each_staged_transfer_once_and_stay_in_their_budget(case, seconds, budget):
@@ -123,3 +136,28 @@ def test_a_transfer_is_packed_only_where_the_destination_is_whole_and_unpacked_o
 )
 def test_inner_elements_of_known_shapes(shape, strides, inner):
     assert inner_elements(np.asarray([shape]), np.asarray([strides])).tolist() == [inner]
+
+
+@relaxed
+@given(scattered(), st.integers(16, 200))
+def test_the_senders_of_a_destination_advance_together_through_its_staging_rounds(case, budget):
+    _, source, target = case
+    plan = make_plan(source, target)
+    schedule = make_schedule(plan, CostModel(seconds_per_write=1.0), Budget(budget, budget))
+    unpacked = [p for p in schedule.pieces if p.method in (Method.UNPACK, Method.BOTH)]
+    for rank in {int(plan.target_rank[p.row]) for p in unpacked}:
+        staged = [p.row for p in unpacked if plan.target_rank[p.row] == rank]
+        if any(plan.target_rank[p.row] == rank and p.method is Method.PACK for p in schedule.pieces):
+            continue  # these take their turn too, but in no round
+        left = {int(s): int(plan.nbytes[[r for r in set(staged) if plan.source_rank[r] == s]].sum())
+                for s in plan.source_rank[staged]}  # fmt: skip
+        sent = dict.fromkeys(left, 0)
+        order = sorted((p for p in unpacked if plan.target_rank[p.row] == rank), key=lambda p: (p.round, p.stage))
+        begun: set[int] = set()
+        for piece in order:
+            sender = int(plan.source_rank[piece.row])
+            if piece.row not in begun:
+                begun.add(piece.row)
+                assert all(sent[sender] <= sent[other] for other in sent if sent[other] < left[other])
+            sent[sender] += piece.nbytes
+        assert sent == left

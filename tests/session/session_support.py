@@ -463,7 +463,7 @@ def rows_over(side: Declared, ranks: int) -> Layout:
                 if low == high:
                     continue
                 shape = (high - low, *pattern.shape[1:])
-                params[rank].append(Param(rank, name, shape, pattern.dtype))
+                params[rank].append(Param(rank, name, shape, side.held_as or pattern.dtype))
                 offset = [low] + [0] * (len(shape) - 1)
                 shards[rank].append(
                     {"tensor": name, "offset": offset, "shape": list(shape), "param": name, "start": 0,

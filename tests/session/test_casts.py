@@ -7,11 +7,13 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from session_support import ALWAYS_DIRECT, MOE, NEVER_SHORT_RUNS, World, build, declared
+from test_recorded import recorded
 
 from weight_sync.config import engine_yaml, family_for, family_yaml
 from weight_sync.errors import BindError, PlanError
@@ -153,6 +155,52 @@ def test_what_a_trainer_keeps_in_float32_is_rounded_for_the_engine() -> None:
                 array |= np.uint32(0x7FFF)
     world.sync.sync(2)
     world.check(expected)
+
+
+def float32_values(world: World) -> list[np.ndarray]:
+    """Fill the trainer with float32 numbers. Returns what the engines must hold: numpy's bfloat16 of them, placed as declared."""
+    values = {name: world.noise.standard_normal(words.shape, np.float32) for name, words in world.hf.items()}
+    world.hf = {name: array.view(np.uint32) for name, array in values.items()}
+    for rank, buffer in enumerate(world.source):
+        world._fill(world.layouts[0], rank, buffer, buffer.bytes)
+    world.hf = {name: array.astype(ml_dtypes.bfloat16).view(np.uint16) for name, array in values.items()}
+    return world.expected()
+
+
+@pytest.mark.parametrize("costs", [ALWAYS_DIRECT, NEVER_SHORT_RUNS], ids=["short", "long"])
+@pytest.mark.parametrize("trainer", ["declared", "published", "published, the engine recorded"])
+def test_a_trainer_that_holds_everything_in_float32_is_rounded_to_the_engines_bfloat16(costs: CostModel, trainer: str) -> None:
+    source, target = declared(MOE)
+    explicit = trainer != "declared"
+    world = build((replace(source, held_as="float32"), target), explicit=explicit, costs=costs, budget=Budget(512, 512))
+    world.sync._spec = replace(world.sync._spec, casts=("float32",))
+    if trainer.endswith("recorded"):
+        recorded(world)
+    for version in (1, 2):
+        expected = float32_values(world)
+        world.sync.sync(version)
+        world.check(expected)
+    assert world.sync.connect().plan.casts.all()
+
+
+@pytest.mark.parametrize("trainer", ["declared", "published"])
+def test_a_float32_trainer_that_declares_no_cast_is_told_the_key_before_anything_is_paused(trainer: str) -> None:
+    source, target = declared(MOE)
+    if trainer == "declared":
+        world = build((replace(source, config={**MOE, "dtype": "float32"}), target))
+    else:
+        world = build((replace(source, held_as="float32"), target), explicit=True)
+    with pytest.raises(PlanError, match=r"is float32 on the trainer, bfloat16 on the rollout.*trainer\.casts=\[float32\]"):
+        world.sync.sync(1)
+    untouched(world)
+
+
+def test_what_both_sides_hold_in_float32_is_moved_as_it_is_and_not_rounded_on_the_way() -> None:
+    source, target = sides(GLM45, "sglang")
+    world = build((replace(source, held_as="float32"), target))
+    plan = world.sync.connect().plan
+    moved = {plan.catalog.name(t).split(".", 3)[-1] for t in plan.tensor[~plan.casts].tolist()}
+    assert moved == {"mlp.gate.weight", "mlp.gate.e_score_correction_bias"}
 
 
 def test_a_cast_that_nobody_declares_is_refused_before_anything_is_paused() -> None:

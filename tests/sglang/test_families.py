@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from families_support import MODELS, model_of, record_result, rollout_layout
 
+from weight_sync.config import family_yaml
 from weight_sync.errors import BindError, FamilyError
+from weight_sync.layout.family import Model, apply, parse_family
 from weight_sync.layout.witness import agree
 from weight_sync_integrations.recorder import record
 from weight_sync_integrations.sglang.replica import EngineSizes, build_replica, read_checkpoint
@@ -43,17 +46,11 @@ CASES = [
 WITHOUT_CUDA = {"indexer_fused": 0}
 
 
-@pytest.fixture(autouse=True)
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang asks for the GPU's generation while it reads the arguments of a model with sparse attention."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
-
-
-def compare(path: Path, model: str, name: str) -> int:
+def compare(path: Path, name: str, model: Model | None = None) -> int:
     """Raise BindError unless every rank of the engine agrees with the declaration. Returns the parameters compared."""
     sizes, tensors, count = SIZES[name], read_checkpoint(path), 0
     parallel = {"tp": sizes.tp, "pp": sizes.pp, "attn_dp": sizes.attn_dp, "moe_ep": sizes.ep}
-    layout, computed = rollout_layout(model_of(path), "sglang", parallel, **WITHOUT_CUDA)
+    layout, computed = rollout_layout(model or model_of(path), "sglang", parallel, **WITHOUT_CUDA)
     for rank in range(sizes.world):
         replica = build_replica(path, rank, sizes)
         with replica.scope():
@@ -71,8 +68,22 @@ def compare(path: Path, model: str, name: str) -> int:
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_the_declared_layout_is_what_sglangs_own_loader_does(checkpoint: Make, model: str, name: str) -> None:
     kind, sizes = MODELS[model]
-    count = compare(checkpoint(kind, num_hidden_layers=3, **sizes), model, name)
+    count = compare(checkpoint(kind, num_hidden_layers=3, **sizes), name)
     record_result("sglang", model, name, "recorder agrees", count)
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2"])
+def test_a_family_that_only_extends_llamas_needs_no_rule_of_its_own(checkpoint: Make, name: str, tmp_path: Path) -> None:
+    """CONTRIBUTING's example: MistralForCausalLM, which SGLang builds with a head on every stage, as it does Llama."""
+    path = tmp_path / "mistral"
+    shutil.copytree(checkpoint("llama", num_hidden_layers=3, vocab_size=250), path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "mistral.yaml"
+    file.write_text("name: mistral\nextends: [llama]\narchitectures: [MistralForCausalLM]\n")
+
+    assert compare(path, name, apply(parse_family(family_yaml(str(file))), config)) > 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

@@ -328,6 +328,8 @@ def scheduler(**arguments: Any) -> Any:
         ({"released": ["weights"]}, "has released weights"),
         ({"weight_cache_mode": "attach"}, "weight_cache_mode=attach"),
         ({"cpu_offload_gb": 2}, "cpu_offload_gb=2"),
+        ({"tp_size": 4, "moe_dense_tp_size": 1}, "moe_dense_tp_size=1 with tp_size=4: dense layers and shared experts"),
+        ({"tp_size": 4, "attn_dp_size": 2, "enable_dp_lm_head": True}, "enable_dp_lm_head=True with attn_dp_size=2: the head"),
         ({"hicache_storage_backend": "mooncake"}, "hicache_storage_backend=mooncake keeps KV of old weights"),
         (
             {"lora": SimpleNamespace(lora_refs={"1": SimpleNamespace(lora_name="math", lora_id="1")})},
@@ -342,6 +344,18 @@ def test_an_engine_that_cannot_be_synced_says_which_argument_is_the_cause(argume
 
 def test_a_plain_engine_has_nothing_to_refuse() -> None:
     assert known.refusals(scheduler()) == []
+
+
+def test_arguments_that_cut_nothing_otherwise_are_not_refused() -> None:
+    same = {"tp_size": 4, "moe_dense_tp_size": 4, "attn_dp_size": 1, "enable_dp_lm_head": True}
+    assert known.refusals(scheduler(**same)) == []
+
+
+def test_the_arguments_that_are_looked_for_are_those_of_the_installed_sglang() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    names = {"tp_size", "attn_dp_size", "moe_dense_tp_size", "enable_dp_lm_head", "enable_eplb", "ep_num_redundant_experts"}
+    assert names <= set(dir(ServerArgs))
 
 
 def test_a_map_of_experts_that_is_not_the_identity_is_found_on_the_live_engine(monkeypatch: pytest.MonkeyPatch) -> None:

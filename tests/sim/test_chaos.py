@@ -19,6 +19,8 @@ from weight_sync.errors import ConfigError
 SEEDS = 300
 REGRESSIONS = {
     "a reply to an earlier write taken for this one's": ("message stale digests", 133),
+    "memory that moves between verify and finish": ("engine memory moved", 1778),
+    "a quiesce that comes after its session has ended holds the trainer": ("message late request", 2059),
     "a quiesce that comes twice lets the trainer step in between": ("message doubled request", 161),
 }
 """What drills found in the session, with the fault that showed it and a seed at which it did."""

@@ -186,8 +186,8 @@ def measure_deadlines_by_the_wall_clock(patch: Patch) -> None:
 
 @dataclass(frozen=True)
 class Mutation:
-    """seeds: within how many, from `first`, it must be found. faults: those to draw from (all by default). level: None as drills
-    draw it."""
+    """seeds: within how many, from `first`, it must be found. faults: those to draw from (all by default). level: of
+    verification, None as drills draw it."""
 
     make: Callable[[Patch], None]
     seeds: int

@@ -70,7 +70,7 @@ class Trainers:
         def one(rank: int, payload: Mapping[str, Any]) -> Any:
             trainer = self._job.trainers[rank]
             run = lambda: self._job.to_trainer(rank, method, payload)  # noqa: E731
-            return self._job.network.message(self._sender, trainer.place, method, run, deadline)
+            return self._job.network.message(self._sender, trainer.place, method, run, deadline, lambda: trainer.process)
 
         everyone = lambda: together({r: (lambda r=r, p=p: one(r, p)) for r, p in payloads.items()}, deadline)  # noqa: E731
         return self._job.network.message(self._sender, "trainers", method, everyone, deadline)
@@ -91,7 +91,7 @@ class Engine:
         def call(*args: Any, **named: Any) -> Any:
             deadline = named.get("deadline") or next(a for a in reversed(args) if isinstance(a, Deadline))
             run = lambda: server.process.run(lambda: getattr(server, verb)(*args, **named))  # noqa: E731
-            return self._job.network.message(self._sender, f"engine {self.name}", verb, run, deadline)
+            return self._job.network.message(self._sender, f"engine {self.name}", verb, run, deadline, lambda: server.process)
 
         return call
 
@@ -340,8 +340,13 @@ class Job:
         self.network.say("a new controller takes over")
         controller = self.new_controller()
         if recover:
-            self.ask(controller, "recover()", controller.sync.recover)
+            self.ask(controller, "recover()", lambda: self._recovered(controller))
         return controller
+
+    def _recovered(self, controller: Controller) -> None:
+        found = controller.sync.recover()
+        if found.action == "redo":
+            controller.version = found.version  # a floor for the versions to come, no commit
 
     def change(self, luck: random.Random, *, back: bool = False) -> None:
         """An engine leaves, comes (back: every one that is not there), or is replaced by itself, started anew."""

@@ -44,6 +44,7 @@ class Process:
         self.stoppable = False
         """Whether a stop is to come: calls then run in a thread of their own, so that one can stay behind."""
         self._thread: threading.Thread | None = None
+        self._parked = False
         self._depth = 0
         self._ours, self._its = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -67,9 +68,10 @@ class Process:
         self._thread = threading.Thread(target=body, name=self.name, daemon=True)
         self._thread.start()
         self._ours.acquire()
-        if self.state == "stopped":
+        if not self._parked:
+            self._join()
+        if self.state == "stopped":  # or it was stopped while it waited for another process
             raise Unanswered(f"{self.name}: no answer")
-        self._join()
         if error:
             return self._guarded(lambda: _raise(error[0]))
         return reply[0]
@@ -98,8 +100,10 @@ class Process:
             return
         self.state = "stopped"
         if self._thread is threading.current_thread():
+            self._parked = True
             self._ours.release()
             self._its.acquire()
+            self._parked = False
             if self.state == "dead":
                 raise Killed
 
@@ -115,7 +119,7 @@ class Process:
         self._finish()
 
     def _finish(self) -> None:
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._parked:
             self._its.release()
             self._ours.acquire()
             self._join()
@@ -183,8 +187,13 @@ class Network:
         if self.story is not None:
             self.story.append(f"{self.clock.monotonic() - 1000:9.3f} s  {text}")
 
-    def message(self, sender: Sender, place: str, verb: str, run: Call, deadline: Deadline) -> Any:
-        """One call of a controller: what it gets back, or the error of a call that did not come through."""
+    def message(
+        self, sender: Sender, place: str, verb: str, run: Call, deadline: Deadline, to: Callable[[], Process] | None = None
+    ) -> Any:
+        """One call of a controller: what it gets back, or the error of a call that did not come through.
+
+        to: the process at the other end, as it is now.
+        """
         self.clock.tick(1e-3)
         sender.alive()
         self.strike(place, verb, "before", sender)
@@ -198,7 +207,7 @@ class Network:
             else:
                 self._fire(loss)
                 assert isinstance(loss.strike, Loss)
-                reply = self._lossy(loss.strike, place, verb, run)
+                reply = self._lossy(loss.strike, place, verb, run, to)
         except Unanswered:
             self.say(f"{sender.name} -> {place}: {verb}: no answer")
             self.clock.tick(deadline.remaining())
@@ -215,13 +224,15 @@ class Network:
         sender.alive()
         return reply
 
-    def _lossy(self, loss: Loss, place: str, verb: str, run: Call) -> Any:
+    def _lossy(self, loss: Loss, place: str, verb: str, run: Call, to: Callable[[], Process] | None) -> Any:
         old = self._replies.get((place, verb))
         match loss:
             case Loss.LOST_REQUEST:
                 raise Unanswered(verb)
             case Loss.LATE_REQUEST:
-                self.late.append((place, verb, run))
+                if to is not None:
+                    sent_to = to()
+                    self.late.append((place, verb, lambda: run() if to() is sent_to else None))
                 raise Unanswered(verb)
             case Loss.LOST_REPLY:
                 run()
@@ -251,7 +262,8 @@ class Network:
                 return swapped(reply) if isinstance(reply, dict) and all(type(k) is int for k in reply) else reply
 
     def deliver_late(self) -> None:
-        """The requests that were held up on the way arrive now; nobody waits for their replies."""
+        """The requests that were held up on the way arrive now, where the process they went to is still there; nobody waits for
+        their replies."""
         waiting, self.late = self.late, []
         for place, verb, run in waiting:
             self.say(f"a late {verb} arrives at {place}")

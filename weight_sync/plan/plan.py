@@ -170,14 +170,6 @@ def _grouped(ranks: Ints, world: int) -> tuple[Ints, Ints]:
     return rows, np.searchsorted(ranks[rows], np.arange(world + 1))
 
 
-def declare_whole(held: Iterable[str]) -> str:
-    """What to set where the trainer holds a whole model in these dtypes and the rollout in another."""
-    return (
-        f"give both sides one dtype, or, where all of the trainer is in another one than the HF tensors (float32 masters), declare "
-        f"that cast: trainer.casts=[{','.join(sorted(set(held)))}] (legal: {legal_casts()})"
-    )
-
-
 def same_inputs(source: Layout, target: Layout) -> None:
     """Raise PlanError unless both layouts speak of the same HF tensors."""
     if source.catalog.digest == target.catalog.digest:
@@ -190,8 +182,4 @@ def same_inputs(source: Layout, target: Layout) -> None:
         )
     shapes = ((name, here.pattern_of(id_).shape, there.pattern_of(there.ids[name]).shape) for name, id_ in here.ids.items())
     differ = [f"{name} is {list(a)} on the trainer, {list(b)} on the rollout" for name, a, b in shapes if a != b]
-    dtypes = ((name, here.pattern_of(id_).dtype, there.pattern_of(there.ids[name]).dtype) for name, id_ in here.ids.items())
-    kinds = {(a, b): f"{name} is {a} on the trainer, {b} on the rollout" for name, a, b in dtypes if a != b}
-    if kinds and not differ:
-        raise PlanError(f"dtypes differ: {listed(kinds.values())}; {declare_whole(a for a, _ in kinds)}")
     raise PlanError(f"the two sides do not hold the same model: {listed(differ) or 'their tensors come in another order'}")

@@ -14,9 +14,9 @@ import numpy as np
 from weight_sync.errors import PlanError, listed
 from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.table import Ints, Layout
-from weight_sync.layout.values import CASTS
+from weight_sync.layout.values import CASTS, legal_casts
 from weight_sync.plan.boxes import Boxes, Holders, distinct_boxes, holders
-from weight_sync.plan.plan import Plan, declare_whole, same_inputs
+from weight_sync.plan.plan import Plan, same_inputs
 
 
 def make_plan(
@@ -110,11 +110,18 @@ def _legal_dtypes(source: Layout, target: Layout) -> None:
         return " and ".join(words) or "absent"
 
     if wrong:
+        served = {target.catalog.pattern_of(t).dtype for t in wrong}
+        masters = {kinds[i][0] for t in wrong for i in np.flatnonzero(here[:, t]).tolist()} - served
         raise PlanError(
             "dtypes differ: "
             + listed(f"{source.catalog.name(t)} is {said(0, t)} on the trainer, {said(1, t)} on the rollout" for t in wrong)
-            + f"; {declare_whole(kinds[i][0] for t in wrong for i in np.flatnonzero(held[0, :, t]).tolist())}. A single tensor's "
-            "cast from the HF tensor's dtype is declared in the rule that places it: `dtype: float32` and `value: cast`, for example"
+            + "; give both sides one dtype, or declare the cast from the HF tensor's dtype in the rule that places the tensor: "
+            f"`dtype: float32` and `value: cast`, for example (legal: {legal_casts()})"
+            + (
+                f". A trainer whose parameters have another dtype than the served model (float32 masters) declares that by trainer.casts=[{','.join(sorted(masters))}]"
+                if masters
+                else ""
+            )
         )
 
 

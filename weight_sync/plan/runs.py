@@ -54,12 +54,18 @@ def _outer_sizes(shape: Ints, inner: Ints) -> Ints:
     return outer
 
 
-def merge_runs(source: Ints, target: Ints, nbytes: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Join runs that follow each other on both sides: (source, target, nbytes, index of the first run of each)."""
+def merge_runs(source: Ints, target: Ints, nbytes: Ints, *groups: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Join runs that follow each other on both sides: (source, target, nbytes, index of the first run of each).
+
+    groups: for each run, numbers that must be equal for two to be joined: of the allocations they lie in, for two that happen
+    to touch are registered separately, and no single write may cross from one into the other.
+    """
     order = np.argsort(target, kind="stable")
     source, target, nbytes = source[order], target[order], nbytes[order]
     if len(source) < 2:
         return source, target, nbytes, order
     joins = (source[1:] == source[:-1] + nbytes[:-1]) & (target[1:] == target[:-1] + nbytes[:-1])
+    for group in groups:
+        joins &= group[order][1:] == group[order][:-1]
     first = np.flatnonzero(np.append(True, ~joins))
     return source[first], target[first], np.add.reduceat(nbytes, first), order[first]

@@ -156,7 +156,7 @@ def make_schedule(plan: Plan, costs: CostModel | None = None, budget: Budget | N
     method = np.where(plan.casts, np.where(target_whole, np.int64(Method.PACK), np.int64(Method.BOTH)), method)
     pieces: list[Piece] = []
     cursor: dict[int, tuple[int, int]] = {}
-    for row in np.flatnonzero(method != Method.DIRECT).tolist():
+    for row in _turns(plan, np.flatnonzero(method != Method.DIRECT)).tolist():
         kind = Method(int(method[row]))
         itemsize, rank = int(plan.itemsize[row]), int(plan.target_rank[row])
         for at, shape in _split(tuple(plan.shape[row].tolist()), budget.piece // itemsize):
@@ -168,7 +168,26 @@ def make_schedule(plan: Plan, costs: CostModel | None = None, budget: Budget | N
                     round_, stage = round_ + 1, 0
                 cursor[rank] = (round_, -(-(stage + nbytes) // 64) * 64)  # pieces start on cache lines
             pieces.append(Piece(row, kind, at, shape, nbytes, round_, stage))
+    pieces.sort(key=lambda piece: piece.row)  # stable: the pieces of a row stay in row-major order
     return Schedule(plan, method.astype(np.int64), tuple(pieces), costs, budget)
+
+
+def _turns(plan: Plan, rows: Ints) -> Ints:
+    """Staged transfers in the order in which staging rounds are filled.
+
+    All senders of a destination advance by bytes together. In the order of the plan, which is sorted by sender, a round would
+    be filled by one or two of them while the others wait for it.
+    """
+    if not len(rows):
+        return rows
+    source, nbytes = plan.source_rank[rows], plan.nbytes[rows]
+    pair = source * plan.target_world + plan.target_rank[rows]
+    order = np.argsort(pair, kind="stable")
+    before = np.cumsum(nbytes[order]) - nbytes[order]
+    first = np.flatnonzero(np.append(True, np.diff(pair[order]) != 0))
+    sent = np.empty_like(before)
+    sent[order] = before - np.repeat(before[first], np.diff(np.append(first, len(rows))))
+    return rows[np.lexsort((source, sent))]
 
 
 def _seconds(nbytes: Ints, runs: Ints, source_whole: Ints, target_whole: Ints, costs: CostModel) -> tuple[Floats, Floats]:

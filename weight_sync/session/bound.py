@@ -94,7 +94,14 @@ class Bound:
         names = {i: plan.source_params[i].name for i in set(plan.source[part].tolist())}
         from_ = np.asarray([self.memory.address(names[i]) for i in plan.source[part].tolist()], np.int64)[run]
         to = np.asarray([self.target_address(r) for r in part.tolist()], np.int64)[run]
-        source, target, nbytes, first = merge_runs(from_ + source * itemsize, to + target * itemsize, count * itemsize)
+        allocation = {i: self.memory.param(name).storage for i, name in names.items()}
+        source, target, nbytes, first = merge_runs(
+            from_ + source * itemsize,
+            to + target * itemsize,
+            count * itemsize,
+            np.asarray([allocation[i] for i in plan.source[part].tolist()], np.int64)[run],
+            plan.target[part][run],  # what the engine allocated together is not known here, so no run leaves its parameter
+        )
         labels = [plan.catalog.name(t) for t in plan.tensor[part][run[first]].tolist()]
         return Batch(Endpoint.from_json(self.targets[rank].endpoint), source, target, nbytes, labels)
 

@@ -282,7 +282,10 @@ def live_layout(catalog: Catalog, described: Mapping[int, Mapping[str, Any]], ca
             return next(iter(others)) if dtype in casts and len(others) == 1 else ""
 
         params.append(
-            [Param(rank, p["name"], tuple(p["shape"]), p["dtype"], 0, cast_from(p["name"], p["dtype"])) for p in description["params"]]
+            [
+                Param(rank, p["name"], tuple(p["shape"]), p["dtype"], 0, cast_from(p["name"], p["dtype"]))
+                for p in description["params"]
+            ]
         )
         shards.append(list(description["shards"]))
     return layout_from_shards("trainer", catalog, params, shards)

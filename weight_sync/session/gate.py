@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from weight_sync.errors import SessionError
+
+_REMEMBERED = 64
+"""Sessions that ended: a request of an older one cannot be on its way any more."""
 
 _NAME = re.compile(r"(\d+)-([0-9a-f]+)(?:-[0-9a-f]+)?")
 
@@ -45,7 +49,7 @@ class Gate:
     def __init__(self, where: str) -> None:
         self._where = where
         self._controller = ""
-        self._ended = ""
+        self._ended: deque[str] = deque(maxlen=_REMEMBERED)
 
     @property
     def generation(self) -> int:
@@ -66,9 +70,9 @@ class Gate:
                     "since; this controller is stale and can do nothing more"
                 )
             self._controller = controller
-        if session and session == self._ended and method in ("begin", "quiesce"):
+        if session and session in self._ended and method in ("begin", "quiesce"):
             raise SessionError(f"{self._where}: {method} of session {session}, which has ended; it came too late")
 
     def end(self, session: str) -> None:
         """From here on a begin or quiesce of this session is one that was delayed on its way, and is refused."""
-        self._ended = session
+        self._ended.append(session)

@@ -111,7 +111,7 @@ def _element_stride(tensor: Any) -> tuple[int, ...]:
 
 def memory_of(tensors: Mapping[str, Any], where: str) -> Memory:
     """The live tensors as a Memory of the device that they are on."""
-    if any(getattr(getattr(t, "device", None), "type", "cpu") == "cuda" for t in tensors.values()):
+    if device_of(tensors) == "cuda":
         from weight_sync.session.device_memory import DeviceMemory
 
         return DeviceMemory(tensors, where)
@@ -147,9 +147,15 @@ class Memory:
     def _unmoved(self, tensors: Mapping[str, Any]) -> bool:
         """Whether these are the very same tensors where they were: much cheaper to see than what they are."""
         mine, at = self._tensors, self._at
-        return len(tensors) == len(mine) and all(
-            mine.get(name) is t and at[name] == (_pointer(t), t.shape) for name, t in tensors.items()
-        )
+        if len(tensors) != len(mine):
+            return False
+        for name, t in tensors.items():
+            known = mine.get(name)
+            if known is None or at[name] != (_pointer(t), t.shape):
+                return False
+            if known is not t and (_element_stride(known), known.dtype, type(known)) != (_element_stride(t), t.dtype, type(t)):
+                return False
+        return True
 
     def _places(self) -> dict[str, tuple[Any, ...]]:
         return {p.name: (p.shape, p.stride, p.dtype, p.offset, self.storages[p.storage]) for p in self.params}
@@ -199,6 +205,12 @@ class Memory:
             raw = raw_bytes(self.storages[p.storage].address + p.offset, prod(p.shape) * ITEMSIZE[p.dtype])
             array = self._flat[name] = raw.view(words)
         return array
+
+
+def device_of(tensors: Mapping[str, Any]) -> str:
+    """As RankDescription.device has it: "cuda" where any tensor is on a GPU (a mixture is refused when it is bound)."""
+    types = {getattr(getattr(t, "device", None), "type", "cpu") for t in tensors.values()}
+    return "cuda" if "cuda" in types else "cpu"
 
 
 def _pointer(tensor: Any) -> int:

@@ -56,6 +56,7 @@ def pull(
         np.asarray([memory.address(name) for name in names], np.int64)[owner] + low,
         np.asarray([peer["addresses"][name] for name in names], np.int64)[owner] + low,
         high - low,
+        owner,
     )
     labels = [names[i] for i in owner[first].tolist()]
     local, remote, nbytes, parent = split(local, remote, nbytes, _BATCH_BYTES)

@@ -115,7 +115,7 @@ def _batch(plan: Plan, group: Sequence[Tile], stage: Any, endpoint: Endpoint, ad
     size = plan.itemsize[row][run]
     base = np.asarray([stage.storage.address + t.offset for t in group], np.int64)[run]
     target = np.asarray([address(t.row) for t in group], np.int64)[run]
-    local, remote, nbytes, first = merge_runs(base + local * size, target + remote * size, count * size)
+    local, remote, nbytes, first = merge_runs(base + local * size, target + remote * size, count * size, plan.target[row][run])
     return Batch(endpoint, local, remote, nbytes, [plan.catalog.name(t) for t in plan.tensor[row[run[first]]].tolist()])
 
 

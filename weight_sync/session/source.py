@@ -171,6 +171,7 @@ class SourceAgent:
 
     def _release(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         if self._session is None or self._session != payload["session"]:
+            self._gate.end(payload["session"])  # its quiesce may still be on its way, and would hold the trainer for nobody
             return {}
         if self._writing:
             raise SessionError(

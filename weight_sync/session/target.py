@@ -268,7 +268,8 @@ class TargetAgent:
         return {"digests": digests.hex(rows)}
 
     def _end(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        self._in_session(payload)
+        memory, _ = self._in_session(payload)
+        self._not_moved(memory)  # or what was verified is not what the engine is about to serve from
         if self._scrambled:
             raise SessionError(
                 f"rollout rank {self.rank}: session {self._session} cannot end: weights were scrambled and not compared since"

@@ -96,7 +96,7 @@ class Boxes:
         return 1 + ((self.shape - 1) * strides).sum(axis=1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Batch:
     """Byte ranges here and at one peer: three int64 arrays of equal length, and the HF name of each range for errors.
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -76,7 +77,7 @@ class CudaIpcTransport:
         self._regions = RegionTable()
         self._exported: dict[int, tuple[int, str]] = {}
         self._peers: dict[Endpoint, _Peer] = {}
-        self._prepared: dict[int, tuple[Batch, Any]] = {}
+        self._prepared: WeakKeyDictionary[Batch, Any] = WeakKeyDictionary()
         self._flights: dict[int, tuple[Batch, Any, Any, float]] = {}
         self._tickets = count()
         self._unusable: str | None = None
@@ -93,6 +94,7 @@ class CudaIpcTransport:
     def register(self, regions: Sequence[Region]) -> None:
         """BindError when a region is empty, overlaps one registered before, or lies in memory that CUDA IPC cannot share."""
         self._check_usable()
+        self._torch.cuda.synchronize(self._device)  # gives this thread the device's context
         self._regions.add(regions)
         for region in regions:
             self._export(region.address, region.nbytes)
@@ -109,6 +111,7 @@ class CudaIpcTransport:
         check_deadline(endpoint, deadline, "probe")
         if (endpoint.transport, endpoint.protocol) != (self.name, "cuda_ipc"):
             raise failed_peer(endpoint, "the peer is not on the cuda_ipc transport", "protocol")
+        self._torch.cuda.synchronize(self._device)  # gives this thread the device's context, which the driver's calls need
         peer = self._open(endpoint, self._read_file(endpoint))
         area = self._area.data_ptr() + SCRATCH_OFFSET
 
@@ -127,7 +130,8 @@ class CudaIpcTransport:
         if endpoint in self._peers:
             self._close_peer(self._peers[endpoint])
         self._peers[endpoint] = peer
-        self._prepared = {key: value for key, value in self._prepared.items() if value[0].endpoint != endpoint}
+        for batch in [batch for batch in self._prepared if batch.endpoint == endpoint]:
+            del self._prepared[batch]
 
     def write(self, batch: Batch) -> Ticket:
         return self._start(batch, reads=False)
@@ -197,9 +201,8 @@ class CudaIpcTransport:
 
     def _tables(self, batch: Batch, peer: _Peer) -> Any:
         """The batch as tables on the device. Made, and checked, once for a batch that is written again and again."""
-        known = self._prepared.get(id(batch))
-        if known is not None and known[0] is batch:
-            return known[1]
+        if batch in self._prepared:
+            return self._prepared[batch]
         # Extents, not payloads: a strided box must lie in registered memory as a whole.
         boxes = batch.boxes
         local, remote = (batch.nbytes, batch.nbytes) if boxes is None else map(
@@ -219,7 +222,7 @@ class CudaIpcTransport:
         made, blocks = here.on(self._device, self._kernels.PER_PROGRAM)
         other, _ = there.on(self._device, self._kernels.PER_PROGRAM)
         tables = made, other, blocks, here.word
-        self._prepared[id(batch)] = batch, tables
+        self._prepared[batch] = tables
         return tables
 
     def _export(self, address: int, nbytes: int) -> None:
