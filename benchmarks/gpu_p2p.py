@@ -126,6 +126,9 @@ class Side:
             for p in params:
                 tensors[p.name] = buffer[at : at + p.numel].view(p.shape)
                 at += -(-p.numel // 64) * 64
+                if trainer and p.numel < 1 << 20:  # norms and routers, which all ranks hold alike
+                    torch.manual_seed(len(tensors))
+                    tensors[p.name].view(torch.int16).random_(-(2**15), 2**15)
             self.params.append(tensors)
         self.agents = {
             (name, rank): self._agent(TRANSPORTS[name], rank, dims.coords(rank))

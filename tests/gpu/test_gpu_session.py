@@ -119,14 +119,15 @@ def test_full_comparison_finds_what_changes_after_the_digests(job: Any) -> None:
 def test_a_joiner_reads_its_weights_from_a_ready_replicas_gpu(job: Any) -> None:
     made = job()
     made.commit(1)
-    want = made.engine.remote("content")
     other = made.start("e1", 3)
+    want = made.expected(other.remote("content"))  # what no HF tensor fills stays the joiner's own
     made.sync.join(other, pull=True)
     made.check(other, want)
     assert (other.version, other.serving) == (1, True)
     made.step()
+    want = made.expected(other.remote("content"))
     made.commit(2)
-    made.check(other, made.engine.remote("content"))
+    made.check(other, want)
 
 
 def test_an_engine_process_that_dies_fails_the_sync_and_names_it(job: Any) -> None:

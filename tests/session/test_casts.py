@@ -158,7 +158,7 @@ def test_what_a_trainer_keeps_in_float32_is_rounded_for_the_engine() -> None:
 
 
 def float32_values(world: World) -> list[np.ndarray]:
-    """Fill the trainer with float32 numbers. Returns what the engines must hold: numpy's bfloat16 of them, placed as declared."""
+    """Fill the trainer with float32 numbers. Returns what the engines must hold: ml_dtypes' bfloat16 of them."""
     values = {name: world.noise.standard_normal(words.shape, np.float32) for name, words in world.hf.items()}
     world.hf = {name: array.view(np.uint32) for name, array in values.items()}
     for rank, buffer in enumerate(world.source):

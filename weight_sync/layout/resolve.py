@@ -78,7 +78,8 @@ def dropped_names(model: Model, convention: Convention, dims: Dims, side: str, *
 def computed_names(model: Model, convention: Convention, dims: Dims, side: str, **symbols: int) -> dict[str, str]:
     """HF name -> how this side computes its values, for the tensors that it does not hold byte for byte.
 
-    A rule's `value` declares them, or the convention for the whole side (held_as). Where both dtypes are equal for this model, a cast changes nothing and is not listed.
+    A rule's `value` declares them, or the convention for the whole side (held_as). Where both dtypes are equal, a cast
+    changes nothing and is not listed.
     """
     names = symbols_of(model, convention, dims, side, symbols)
     result: dict[str, str] = {}

@@ -111,17 +111,15 @@ def _legal_dtypes(source: Layout, target: Layout) -> None:
 
     if wrong:
         served = {target.catalog.pattern_of(t).dtype for t in wrong}
-        masters = {kinds[i][0] for t in wrong for i in np.flatnonzero(here[:, t]).tolist()} - served
+        present: list[int] = np.flatnonzero(here[:, wrong].any(axis=1)).tolist()
+        masters = sorted({kinds[i][0] for i in present} - served)
+        masters = [dtype for dtype in masters if any((dtype, other) in CASTS for other in served)]
+        whole = f". For a trainer that holds a whole model so (float32 masters): trainer.casts=[{','.join(masters)}]"
         raise PlanError(
             "dtypes differ: "
             + listed(f"{source.catalog.name(t)} is {said(0, t)} on the trainer, {said(1, t)} on the rollout" for t in wrong)
             + "; give both sides one dtype, or declare the cast from the HF tensor's dtype in the rule that places the tensor: "
-            f"`dtype: float32` and `value: cast`, for example (legal: {legal_casts()})"
-            + (
-                f". A trainer whose parameters have another dtype than the served model (float32 masters) declares that by trainer.casts=[{','.join(sorted(masters))}]"
-                if masters
-                else ""
-            )
+            f"`dtype: float32` and `value: cast`, for example (legal: {legal_casts()})" + whole
         )
 
 

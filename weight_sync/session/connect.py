@@ -34,7 +34,8 @@ class SyncSpec:
     """What to sync and how. trainer: declared, or None to read the layout from live shards (FSDP).
 
     casts: dtypes that live trainer parameters may have where the HF tensor has another; their values are cast. A declared
-    trainer says it itself (Declared.held_as). witness: compare a declared rollout layout with a recording of the engine's own loader.
+    trainer says it itself (Declared.held_as). witness: compare a declared rollout layout with a recording of the engine's own
+    loader.
     """
 
     trainer: Declared | None

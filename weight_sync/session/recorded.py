@@ -48,8 +48,8 @@ def published_catalog(described: Mapping[int, Mapping[str, Any]], casts: Mapping
             )
         dtype_of = {param["name"]: param["dtype"] for param in description["params"]}
         for shard in description["shards"]:
-            name, dtype = shard["tensor"], dtype_of[shard["param"]]
-            dtype = (casts or {}).get(dtype, dtype)
+            name, live = shard["tensor"], str(dtype_of[shard["param"]])
+            dtype = live if casts is None else casts.get(live, live)
             end = tuple(offset + size for offset, size in zip(shard["offset"], shard["shape"], strict=True))
             known, first = shapes.setdefault(name, end), dtypes.setdefault(name, (dtype, rank))
             if len(known) != len(end) or first[0] != dtype:
