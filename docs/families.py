@@ -62,7 +62,11 @@ converts the values while it packs them, writes the result, and both sides diges
 exact to the byte. The recording of the engine's own loader must show the same cast into the same place, and no other. To
 float32 a cast keeps every value; to bfloat16 it rounds to nearest, ties to even, as torch does.
 
-A dtype that differs without a declaration is an error that names tensor, both dtypes and what to write in the YAML.
+A trainer that holds a whole model in another dtype than the one served (float32 masters, as FSDP2 under mixed precision or
+Megatron-Core with `trainer.dtype: float32` have them) declares that once, with `trainer.casts: [float32]`; nothing is cast by
+default. What an engine keeps in float32 then arrives unrounded.
+
+A dtype that differs without a declaration is an error that names tensor, both dtypes and what to declare.
 
 Declared casts:
 
@@ -180,6 +184,9 @@ def refusals() -> Iterable[str]:
                 else:
                     only = f", for {', '.join(reason['only_for'])}" if reason.get("only_for") else ""
                     yield f"- {name}, where `{reason['when']}`{only}: {reason['reason']}"
+            for key, item in data.get("demand", {}).items():
+                legal = f"anything but {', '.join(map(str, item['entries']))}" if item.get("entries") else "anything"
+                yield f"- {name}, where `{key}` holds {legal}: {item['reason']}"
             for item in data.get("mcore_refuse", {}).values():
                 yield f"- {name} on a Megatron trainer, where `{item['when']}`: {item['reason']}"
 

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 area() {
   local env=$1 python=.venvs/$1/bin/python paths=("tests/$1") needed
   case $1 in
-    core) python=.venv/bin/python paths=(tests/{layout,plan,device,transport,session,sim,config,observe,commands,recipes,repo}) ;;
+    core) python=.venv/bin/python paths=(tests/{layout,plan,device,transport,session,sim,simulate,config,observe,commands,recipes,repo}) ;;
     trainer | sglang | vllm) ;;
     exact | e2e) env=core python=.venv/bin/python ;;
     *) echo "tests/run.sh: no area '$1'; there are: core trainer sglang vllm exact e2e" >&2; return 2 ;;

@@ -11,7 +11,7 @@ from config_support import HF_CONFIG
 from weight_sync.commands.common import job_of
 from weight_sync.config import compose_job, declared_sides
 from weight_sync.errors import ConfigError
-from weight_sync.session.inputs import Declared, Recorded
+from weight_sync.session.inputs import Declared, Recorded, layout_of
 
 UNKNOWN = HF_CONFIG | {"architectures": ["Phi3ForCausalLM"]}
 
@@ -49,3 +49,13 @@ def test_planning_from_config_needs_a_declared_engine(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
     with pytest.raises(ConfigError, match=r"weight_sync\.engine=recorded: .*planning needs a declared one"):
         job_of([f"model.path={tmp_path}", "weight_sync.engine=recorded"])
+
+
+@pytest.mark.parametrize(("casts", "held"), [("[float32]", {("float32", "bfloat16")}), ("[]", {("float32", "")})])
+def test_a_megatron_trainer_in_float32_is_cast_only_where_the_job_says_so(casts: str, held: set[tuple[str, str]]) -> None:
+    job = compose_job(["trainer.dtype=float32", f"trainer.casts={casts}"])
+    source, rollout = declared_sides(job, HF_CONFIG)
+    assert isinstance(source, Declared)
+    assert isinstance(rollout, Declared)
+    assert {(p.dtype, p.cast_from) for p in layout_of(source, "trainer").params} == held
+    assert {(p.dtype, p.cast_from) for p in layout_of(rollout, "rollout").params} == {("bfloat16", "")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,12 @@ def test_the_local_number_of_an_expert_is_not_its_global_number() -> None:
     shards = held(layout, 3, "decoder.layers.0.mlp.experts.linear_fc2.weight1")
 
     assert [s.tensor for s in shards] == ["model.layers.0.mlp.experts.7.down_proj.weight"]
+    engine, _ = rollout_layout(built(QWEN), "sglang", {"tp": 4, "moe_ep": 4})
+    shards = held(engine, 3, "model.layers.0.mlp.experts.w2_weight")
+    assert [(s.tensor, s.start) for s in sorted(shards, key=lambda s: s.start)] == [
+        ("model.layers.0.mlp.experts.6.down_proj.weight", 0),
+        ("model.layers.0.mlp.experts.7.down_proj.weight", 64),
+    ]
 
 
 def test_experts_are_cut_by_expert_tensor_parallelism_and_everything_else_by_tensor_parallelism() -> None:
@@ -213,6 +220,29 @@ def test_context_parallel_ranks_are_sources_like_all_others() -> None:
 def test_a_family_that_cannot_be_expressed_is_refused_by_name_with_the_reason(architecture: str) -> None:
     with pytest.raises(FamilyError, match=r"is refused for this HF config .*use the gathered stream"):
         built({"architectures": [architecture]})
+
+
+GLM5 = json.loads((Path(__file__).parent / "configs" / "glm_5.json").read_text())
+
+
+def test_a_glm5_config_that_says_that_every_layer_has_its_own_indexer_is_the_same_model() -> None:
+    every = {"indexer_types": ["full"] * GLM5["num_hidden_layers"], "index_topk_freq": 1, "index_topk_pattern": None}
+    assert built(GLM5 | every).catalog.digest == built(GLM5).catalog.digest
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {"indexer_types": ["full", "full", "shared", "full"]},
+        {"indexer_types": "shared"},
+        {"index_topk_pattern": "FFSF"},
+        {"index_topk_freq": 2},
+    ],
+    ids=str,
+)
+def test_layers_that_share_an_indexer_are_refused_by_name_and_not_looked_for(key: dict[str, Any]) -> None:
+    with pytest.raises(FamilyError, match=r"family glm5 is refused .*(index\w+).* share their neighbour's indexer"):
+        built(GLM5 | key)
 
 
 def test_adding_a_family_takes_one_yaml_file_that_extends_another(tmp_path: Path) -> None:

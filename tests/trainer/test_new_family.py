@@ -74,6 +74,30 @@ def test_a_proposal_says_what_differs_from_the_family_it_extends(facts: Callable
     assert placed(apply(parse_family(merged_family(short)), known.config)) == placed(apply(parse_family(flat), known.config))
 
 
+def test_an_mtp_layer_that_the_bridge_does_not_build_is_left_out_by_name(
+    facts: Callable[[str], tuple[Path, Facts]],
+) -> None:
+    folder, known = facts("glm5")
+    assert known.config["num_nextn_predict_layers"] == 1
+
+    proposal = propose("proposed", known)
+
+    assert proposal.unmatched == []
+    assert proposal.family["mcore"]["mtp"]["rule"] == "drop"
+    assert any("MTP layer" in note for note in proposal.notes)
+    short = shorten(proposal.family, known.config)
+    assert short == {"name": "proposed", "extends": ["glm5"], "architectures": known.config["architectures"]}
+    assert placed(apply(parse_family(proposal.family), known.config)) == placed(model_of(folder))
+
+
+def test_a_key_of_the_config_that_the_bridge_misses_is_named(stack: None, tmp_path: Path) -> None:
+    from weight_sync_integrations.megatron.newfamily import new_family
+
+    config = json.loads((CONFIGS / "glm_5.json").read_text())  # sizes only
+    with pytest.raises(FamilyError, match=r"the HF config has no key 'indexer_rope_interleave', which Megatron-Bridge reads"):
+        new_family(config, "glm5", tmp_path)
+
+
 def test_what_is_in_no_rule_is_listed_with_its_mapping_and_never_guessed(facts: Callable[[str], tuple[Path, Facts]]) -> None:
     _, known = facts("llama")
     strange = [

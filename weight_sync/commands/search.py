@@ -24,7 +24,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weight_sync.commands.common import Job, job_of, output_of, words_of
@@ -117,7 +117,7 @@ def _fitting(
             symbols = {**declared.symbols}
             if "vocab_multiple" in symbols:  # is a multiple times tp
                 symbols["vocab_multiple"] = symbols["vocab_multiple"] // declared.dims["tp"] * dims["tp"]
-            layout = layout_of(Declared(declared.family, declared.config, part, declared.convention, symbols), side)
+            layout = layout_of(replace(declared, dims=part, symbols=symbols), side)
         except WeightSyncError as error:
             refused[f"{side}: {type(error).__name__}: {str(error)[:80]}"] += 1
             continue

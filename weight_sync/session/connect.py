@@ -273,23 +273,23 @@ def live_layout(catalog: Catalog, described: Mapping[int, Mapping[str, Any]], ca
         description = described[rank]
         if description.get("shards") is None:
             raise BindError(f"trainer rank {rank} publishes no shards, and no trainer layout is declared")
-        stored: dict[str, set[str]] = {}
-        for shard in description["shards"]:
-            if (tensor := catalog.ids.get(shard["tensor"])) is not None:
-                stored.setdefault(shard["param"], set()).add(catalog.pattern_of(tensor).dtype)
-
-        def cast_from(name: str, dtype: str, stored: Mapping[str, set[str]] = stored) -> str:
-            others = stored.get(name, set[str]()) - {dtype}
-            return next(iter(others)) if dtype in casts and len(others) == 1 else ""
-
-        params.append(
-            [
-                Param(rank, p["name"], tuple(p["shape"]), p["dtype"], 0, cast_from(p["name"], p["dtype"]))
-                for p in description["params"]
-            ]
-        )
+        params.append(_live_params(catalog, rank, description, casts))
         shards.append(list(description["shards"]))
     return layout_from_shards("trainer", catalog, params, shards)
+
+
+def _live_params(catalog: Catalog, rank: int, description: Mapping[str, Any], casts: Sequence[str]) -> list[Param]:
+    """One rank's parameters; those of a dtype in `casts` are cast from the dtype that their HF tensors have instead."""
+    stored: dict[str, set[str]] = {}
+    for shard in description["shards"]:
+        if (tensor := catalog.ids.get(shard["tensor"])) is not None:
+            stored.setdefault(shard["param"], set()).add(catalog.pattern_of(tensor).dtype)
+    result: list[Param] = []
+    for p in description["params"]:
+        others = sorted(stored.get(p["name"], set[str]()) - {p["dtype"]})
+        cast_from = others[0] if p["dtype"] in casts and len(others) == 1 else ""
+        result.append(Param(rank, p["name"], tuple(p["shape"]), p["dtype"], cast_from=cast_from))
+    return result
 
 
 def _target(

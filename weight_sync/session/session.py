@@ -201,7 +201,10 @@ class WeightSync:
         deadline = Deadline.after(self._timeouts.connect)
         engines = [replica.engine for replica in members]
         found = survey(self._trainers, engines, deadline)
+        newcomer = not self._controller
         self._controller = claim(self._trainers, engines, found, self._controller, deadline)
+        if newcomer:  # an older controller may have opened a session after the look and before the claim
+            found = survey(self._trainers, engines, deadline)
         end_leftovers(self._trainers, engines, found, self._controller, deadline)
         self._connection = connect(
             self._trainers, engines, self._counted(), deadline,

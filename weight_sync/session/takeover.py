@@ -140,8 +140,8 @@ def take_over(trainers: TrainerGroup, engines: Sequence[RolloutEngine], deadline
     controller = claim(trainers, engines, found, "", deadline)
     if action == "redo":
         _abort_standing(engines, states, controller, deadline)
-        found = survey(trainers, engines, deadline)
-    end_leftovers(trainers, engines, found, controller, deadline)
+    # Looked at again: what the older controller opened after the first look it can open no more.
+    end_leftovers(trainers, engines, survey(trainers, engines, deadline), controller, deadline)
     return controller, Recovery(action, version, {name: state.text() for name, (state, _) in states.items()})
 
 
