@@ -1,8 +1,8 @@
 """One job for drills: real inference servers, trainer ranks and a controller, each a process that can be stopped, killed, replaced.
 
-    with Job("vllm", folder, engines=2) as job:
-        reply = job.ask("sync", version=1)
-        assert job.wrong("e0", step=1) == []
+with Job("vllm", folder, engines=2) as job:
+    reply = job.ask("sync", version=1)
+    assert job.wrong("e0", step=1) == []
 """
 
 from __future__ import annotations
@@ -221,13 +221,21 @@ class Job:
             time.sleep(0.02)
 
     def _trainer(self, rank: int) -> Child:
-        first = {"rank": rank, "side": asdict(self.sides[0]), "step": self.step_number, "token": self.token, "transport": self.wire}
+        first = {
+            "rank": rank,
+            "side": asdict(self.sides[0]),
+            "step": self.step_number,
+            "token": self.token,
+            "transport": self.wire,
+        }
         return self._own("trainer", first)
 
     def _own(self, role: str, first: Mapping[str, Any]) -> Child:
         python = str(ROOT / ".venv" / "bin" / "python")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return Child([python, "-m", "benchmarks.drill_process", role], first, self.folder / f"{role}.log", 60.0, env=environment)
+        return Child(
+            [python, "-m", "benchmarks.drill_process", role], first, self.folder / f"{role}.log", 60.0, env=environment
+        )
 
     def restart_trainer(self, rank: int) -> None:
         """The rank is replaced by a new process with the same parameters; the controller is told its new port."""

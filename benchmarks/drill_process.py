@@ -120,7 +120,7 @@ class HttpTrainers:
         made = getattr(errors, kind, None)
         if made is None or made is errors.TransportError:
             raise SessionError(f"{where}: {kind}: {text}")
-        raise made(text)
+        raise made(text if text.startswith("trainer rank") else f"{where}: {text}")
 
 
 # -- the controller ----------------------------------------------------------------------------------------------------

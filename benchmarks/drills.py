@@ -32,7 +32,7 @@ DELAY = {"write": 0.03}
 """Seconds into the phase, where it is not its beginning: in the middle of the bytes."""
 
 STUCK = 60.0
-"""A controller that has said nothing for this long is hung (or was stopped)."""
+"""A controller that has said nothing for this long is hung; its own deadlines are far shorter."""
 
 
 @dataclass
@@ -67,17 +67,17 @@ class Row:
 class Matrix:
     """Drills one job. Every cell begins with all engines serving one version and ends with all serving a newer one."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, stopped: float = 20.0) -> None:
+        """stopped: seconds without a word after which a controller counts as stopped. A version is the step of its number."""
+        self.job, self.stopped = job, stopped
         self.version = 0
-        self.steps: dict[int, int] = {}
 
     def begin(self) -> None:
-        reply = self._next()
-        if not reply["ok"] or (wrong := self._all_serve(self.version)):
+        reply = self.next()
+        if not reply["ok"] or (wrong := self.all_serve(self.version)):
             raise SystemExit(f"the first sync failed: {reply['error'] or wrong}")
 
-    def _next(self) -> dict[str, Any]:
+    def next(self) -> dict[str, Any]:
         self.version += 1
         self.job.step(self.version)
         return self.job.ask("sync", version=self.version)
@@ -95,7 +95,7 @@ class Matrix:
         kill = {"phase": phase, "pid": pid, "signal": int(number), "delay": DELAY.get(phase, 0.0)}
         old = job.controller
         try:
-            reply = job.ask("sync", STUCK if victim != "controller" else 20.0, version=self.version, kill=kill)
+            reply = job.ask("sync", STUCK if victim != "controller" else self.stopped, version=self.version, kill=kill)
             row.error, row.version = short(reply["error"]), reply["version"]
         except EOFError:
             reply, row.error = None, "controller killed"
@@ -114,7 +114,7 @@ class Matrix:
         row.after = time.monotonic() - began
         if victim == "controller" and sign == "STOP":
             self._wake(row, old)
-        row.wrong += self._all_serve(self.version)
+        row.wrong += self.all_serve(self.version)
         return row
 
     def _look(self, row: Row, before: int, victim: str, sign: str) -> None:
@@ -219,7 +219,7 @@ class Matrix:
             row.wrong.append(f"the old controller, continued, says that version {reply['version']} is committed")
         old.kill()
 
-    def _all_serve(self, version: int) -> list[str]:
+    def all_serve(self, version: int) -> list[str]:
         wrong: list[str] = []
         for name in self.job.servers:
             wrong += self.job.wrong(name, version)

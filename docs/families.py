@@ -134,7 +134,7 @@ def render(records: dict[tuple[str, str, str], Record]) -> str:
             layouts, count = _cell(mine)
             result = "; ".join(sorted({record["result"] for record in mine})) or "not compared"
             synced = [record for (s, m, _), record in records.items() if s == f"{side} bytes" and m == model]
-            exact = "-" if side == "trainer" else f"yes, {len(synced)} pairs of layouts" if synced else "no: oracles only"
+            exact = "-" if side == "trainer" else f"yes, {len(synced)} of trainer -> engine" if synced else "no: oracles only"
             lines.append(f"| {model} | {side} | {layouts} | {result} | {exact} | {count} |")
     lines += [
         BYTES + "\n".join(byte_rows(records)),

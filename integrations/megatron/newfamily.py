@@ -119,6 +119,8 @@ def tiny_checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
             f"transformers does not know model_type={config.get('model_type')!r}, so no tiny model can be made: {error}"
         ) from None
     made.architectures = list(config["architectures"])
+    if "n_routed_experts" in small and hasattr(made, "num_experts"):  # GLM-5's second count, which SGLang reads
+        made.num_experts = made.n_routed_experts
     return write_checkpoint(folder, made, seed=0, dtype="bfloat16")
 
 

@@ -7,6 +7,7 @@ report is a list of {"layout", "parameters": compared, "differing": what the sec
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -87,7 +88,10 @@ def main(words: Sequence[str]) -> int:
             RuntimeError,
             AssertionError,
         ) as error:  # SGLang's own words are part of the report
-            report.append({"layout": name, "parameters": 0, "differing": [f"{type(error).__name__}: {error}"]})
+            said = f"{type(error).__name__}: {error}"
+            if key := re.search(r"Config' object has no attribute '(\w+)'", str(error)):
+                said = f"the HF config has no key {key[1]!r}, which SGLang reads; add it, as the published config.json has it"
+            report.append({"layout": name, "parameters": 0, "differing": [said]})
     Path(words[2]).write_text(json.dumps(report))
     return 0
 

@@ -29,13 +29,13 @@ def test_a_transport_is_made_by_name_with_its_options() -> None:
     assert transport.describe().address == "here"
 
 
-@pytest.mark.parametrize("name", ["cma", "memory", "mooncake"])
+@pytest.mark.parametrize("name", ["cma", "cuda_ipc", "memory", "mooncake"])
 def test_every_shipped_name_resolves_to_a_class_of_that_name(name: str) -> None:
     assert registry.resolve(name).name == name
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown transport 'carrier_pigeon'; known: cma, memory, mooncake"):
+    with pytest.raises(ConfigError, match="unknown transport 'carrier_pigeon'; known: cma, cuda_ipc, memory, mooncake"):
         registry.create("carrier_pigeon")
 
 
