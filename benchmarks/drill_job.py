@@ -1,4 +1,4 @@
-"""One job for drills: real inference servers, trainer ranks and a controller, each a process that can be stopped, killed, replaced.
+"""One job for drills: real inference servers, trainer ranks and a controller, each a process that can be killed and replaced.
 
 with Job("vllm", folder, engines=2) as job:
     reply = job.ask("sync", version=1)
@@ -42,9 +42,8 @@ class Child:
 
     def __init__(self, command: list[str], first: Mapping[str, Any] | None, log: Path, seconds: float, **options: Any) -> None:
         with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True, **options
-            )  # fmt: skip
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes, **options)
         self._buffer = b""
         if first is not None:
             self.send(first)

@@ -3,7 +3,7 @@
     python -m benchmarks.drill_process trainer      a SourceAgent over plain arrays, reached over HTTP with a token
     python -m benchmarks.drill_process controller   a WeightSync, driven by its standard input
 
-Both read one line of JSON first. The trainer answers with its port; the controller then takes one command a line, see Controller.
+Both read one line of JSON first. The trainer answers with its port; the controller then takes one command a line (Controller).
 A process ends when its standard input does, so nothing outlives the drill.
 """
 
@@ -84,7 +84,7 @@ def _end_with_input() -> None:
 
 
 class HttpTrainers:
-    """A TrainerGroup over the endpoints of trainer ranks. addresses: their ports by rank; one that was restarted has another."""
+    """A TrainerGroup over the endpoints of trainer ranks. ports: by rank; one that was restarted has another."""
 
     def __init__(self, ports: list[int], token: str) -> None:
         self.ports, self.world = ports, len(ports)

@@ -37,7 +37,8 @@ class Soak:
         lines = [
             f"{self.syncs} syncs, {self.joins} joins ({self.pulled} by reading from an engine), {self.leaves} leaves, "
             f"{self.bytes / 1e9:.2f} GB, median {np.median(self.seconds):.2f} s; {self.digests} different digests; "
-            f"{self.compared / 1e9:.2f} GB of live parameters compared with the trainer's: {'; '.join(self.wrong) or 'all equal'}",
+            f"{self.compared / 1e9:.2f} GB of live parameters compared with the trainer's: "
+            + ("; ".join(self.wrong) or "all equal"),
             "",
             "| process | RSS, MB | per 100 syncs | descriptors | per 100 syncs |",
             "|---|---|---|---|---|",

@@ -1,9 +1,9 @@
-"""Drills on real servers over a real transport: processes stopped and killed in every phase of a sync, and a long run of syncs.
+"""Drills on real servers over a real transport: processes stopped and killed in every phase of a sync, and a long run.
 
-    python -m benchmarks.drills matrix [kind=vllm] [transport=tcp] [engines=2] [tp=1] [only=worker,KILL,write] [output=FILE.json]
+    python -m benchmarks.drills matrix [kind=vllm] [transport=tcp] [engines=2] [tp=1] [only=worker,KILL] [output=FILE.json]
     python -m benchmarks.drills soak [syncs=100] [engines=3] ...
 
-Runs in the core environment; servers run in theirs. One line for each cell, then a table in Markdown (docs/drills.md has one run).
+Runs in the core environment; servers run in theirs. One line for each cell, then a table in Markdown (see docs/drills.md).
 What an engine holds is read by the kernel out of its workers' memory, and compared with what the trainer's step must be.
 """
 
@@ -67,7 +67,7 @@ class Row:
 class Matrix:
     """Drills one job. Every cell begins with all engines serving one version and ends with all serving a newer one."""
 
-    def __init__(self, job: Job, stopped: float = 20.0) -> None:
+    def __init__(self, job: Job, stopped: float = 4.0) -> None:
         """stopped: seconds without a word after which a controller counts as stopped. A version is the step of its number."""
         self.job, self.stopped = job, stopped
         self.version = 0

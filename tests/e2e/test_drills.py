@@ -1,4 +1,4 @@
-"""Real vLLM servers, Mooncake, trainer ranks and a controller, each in a process that is killed or stopped: benchmarks/drills.py.
+"""Real vLLM servers, Mooncake, trainer ranks and a controller, killed and stopped by benchmarks/drills.py.
 
 The tests share one job and run in file order; each leaves every engine serving one version. What an engine holds is read out of
 its workers' memory by the kernel. The whole matrix and the long run are in docs/drills.md.
@@ -7,7 +7,6 @@ its workers' memory by the kernel. The whole matrix and the long run are in docs
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
