@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from benchmarks.drill_model import KIND, SIZES, Values, sides, wrong_in_engine
+from benchmarks.drill_process import HttpTrainers
 from weight_sync.errors import DeadlineExceeded, RolloutError, WeightSyncError
 from weight_sync.ids import Deadline
 from weight_sync.session.contracts import EngineDescription
@@ -104,7 +105,7 @@ class Engine:
 
 @dataclass
 class Job:
-    """kind: vllm or sglang. transport: "tcp" (Mooncake) or "cma". steps: which step each committed version is of."""
+    """kind: vllm or sglang. transport: "tcp" (Mooncake) or "cma". members: engines that take part at first."""
 
     kind: str
     folder: Path
@@ -141,22 +142,7 @@ class Job:
 
     def _begin(self) -> None:
         began = time.monotonic()
-        log = self.folder / "zygote.log"
-        environment = {
-            **os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1",
-        }  # fmt: skip
-        python = self.python()
-        if self.kind == "vllm":
-            command = [str(python), "-W", "ignore", str(ROOT / "benchmarks" / "vllm_zygote.py")]
-            self.zygote = Child(command, None, log, START_SECONDS, env=environment)
-            model = {"checkpoint": str(self.folder / "model"), "kind": KIND, "sizes": SIZES}
-            self.zygote.ask(120.0, **model)
-        else:
-            make = "import sys,json; from weight_sync_integrations.checkpoints import make_checkpoint as m; " \
-                   "m(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))"  # fmt: skip
-            command = [str(python), "-c", make, str(self.folder / "model"), KIND, json.dumps(SIZES)]
-            subprocess.run(command, env=environment, check=True, capture_output=True, timeout=200)
+        self._make_model()
         config = json.loads((self.folder / "model" / "config.json").read_text())
         self.sides = sides(config, self.kind, self.ranks, self.tp, 1)
         self.held = Values(self.sides[1], "rollout")
@@ -167,6 +153,22 @@ class Job:
         names = list(self.servers)[: self.members or self.engines]
         self.start_controller(names)
         self.start_seconds = time.monotonic() - began
+
+    def _make_model(self) -> None:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        model, python = str(self.folder / "model"), str(self.python())
+        if self.kind == "vllm":
+            environment |= {"VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            command = [python, "-W", "ignore", str(ROOT / "benchmarks" / "vllm_zygote.py")]
+            self.zygote = Child(command, None, self.folder / "zygote.log", START_SECONDS, env=environment)
+            self.zygote.ask(120.0, checkpoint=model, kind=KIND, sizes=SIZES)
+            return
+        from weight_sync_integrations.sglang.launch import cpu_environment
+
+        lines = "import sys, json, weight_sync_integrations.checkpoints as c"
+        lines += "; c.make_checkpoint(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))"
+        command = [python, "-c", lines, model, KIND, json.dumps(SIZES)]
+        subprocess.run(command, env=environment | cpu_environment(), check=True, capture_output=True, timeout=START_SECONDS)
 
     def python(self) -> Path:
         return ROOT / ".venvs" / self.kind / "bin" / "python"
@@ -267,11 +269,12 @@ class Job:
 
     def step(self, number: int) -> None:
         """An optimiser step on every trainer rank. SessionError while a sync holds one of them."""
-        from benchmarks.drill_process import HttpTrainers
-
         self.step_number = number
-        payloads = {rank: {"step": number} for rank in range(self.ranks)}
-        HttpTrainers(self._ports(), self.token).call("step", payloads, Deadline.after(30.0))
+        trainers = HttpTrainers(self._ports(), self.token)
+        try:
+            trainers.call("step", {rank: {"step": number} for rank in range(self.ranks)}, Deadline.after(30.0))
+        finally:
+            trainers.close()
 
     def wrong(self, name: str, step: int) -> list[str]:
         """Live parameters of an engine that are not those of `step`, as the kernel reads them."""
@@ -290,7 +293,7 @@ class Job:
         assert about.state is not None
         found = {"answers": True, "paused": about.state.paused, "version": None, "text": about.state.text()}
         try:
-            _, spans = engine.adapter.generate_stamped(PROMPT, 2, engine.soon(1.0 if about.state.paused else 20.0))
+            _, spans = engine.adapter.generate_stamped(PROMPT, 2, engine.soon(0.5 if about.state.paused else 20.0))
         except DeadlineExceeded:
             return found
         if about.state.paused:

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+import httpx
+
 from benchmarks.drill_model import Values
 from weight_sync import errors
 from weight_sync.errors import DeadlineExceeded, SessionError
@@ -91,6 +93,10 @@ class HttpTrainers:
         self._client = quiet_client(*(f"http://127.0.0.1:{port}" for port in ports), token=token)
         self._pool = ThreadPoolExecutor(self.world)
 
+    def close(self) -> None:
+        self._client.close()
+        self._pool.shutdown(wait=False)
+
     def call(self, method: str, payloads: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         calls = {rank: self._pool.submit(self._one, rank, method, payload, deadline) for rank, payload in payloads.items()}
         failed = {rank: error for rank, call in calls.items() if (error := call.exception()) is not None}
@@ -102,8 +108,6 @@ class HttpTrainers:
         return {rank: call.result() for rank, call in calls.items()}
 
     def _one(self, rank: int, method: str, payload: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
-        import httpx
-
         where = f"trainer rank {rank}: {method}"
         left = deadline.check(where)
         request = {"method": method, "payload": dict(payload), "seconds": left}

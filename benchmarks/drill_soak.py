@@ -104,9 +104,7 @@ def _compare(job: Job, members: list[str], version: int, result: Soak) -> None:
             result.wrong.append(f"version {version}: {name}: {wrong}")
         engine = job.servers[name]
         result.compared += sum(storage.nbytes for rank in engine.described.ranks for storage in rank.storages)
-        stamped = (
-            engine.adapter.version(engine.soon()) if job.kind == "vllm" else engine.adapter.describe(engine.soon()).version
-        )
+        stamped = engine.adapter.describe(engine.soon()).version
         if stamped != version:
             result.wrong.append(f"{name} should be at version {version}, says {stamped}")
 

@@ -29,6 +29,7 @@ GROUPS: list[tuple[str, type]] = [
     ("weight_sync.verify", schema.VerifyConf),
     ("weight_sync.recorded", schema.RecordedConf),
     ("weight_sync.timeouts", schema.TimeoutsConf),
+    ("weight_sync.failure", schema.FailureConf),
     ("weight_sync.costs", schema.CostsConf),
     ("weight_sync.budget", schema.BudgetConf),
     ("weight_sync.observe", schema.ObserveConf),

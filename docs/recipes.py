@@ -23,15 +23,19 @@ INTRO = """# Recipes
 
 <!-- Made by docs/recipes.py from recipes/*.yaml. Do not edit. -->
 
-A recipe is a complete run for `train.py` with the parallel layouts of a published one. It is chosen by `+recipes=NAME`:
+A recipe is a complete configuration for `train.py` with the parallel layouts of a published run, chosen by `+recipes=NAME`:
 
     python -m weight_sync plan +recipes=kimi_k2_h100x512
     python train.py +recipes=qwen3_30b_a3b_h100x32 model.path=DIR
 
 The first needs a laptop only. Another strategy is chosen with `weight_sync=NAME` (no plus: the recipe has chosen one already);
 any key can be overridden behind it. **None of these has been run at this size by us**: the numbers are plans, proven
-exact-once, and predictions of the simulator for the recipe's cluster, not measurements. Rollout weights are bf16 throughout;
-where the published run serves fp8 that is said below, and its wire bytes would be about half.
+exact-once, and predictions of the simulator for the recipe's cluster, not measurements; `train.py` was run on CPUs only.
+Rollout weights are bf16 throughout; where the published run serves fp8 that is said below, and its wire bytes would be about
+half.
+
+`train.py` starts one server process for each engine, on one node. The recipes whose engines span nodes (Qwen3-235B-A22B, GLM-5,
+Kimi-K2) are therefore plans until a launcher over several nodes exists.
 """
 MOVES = """
 ## What moves

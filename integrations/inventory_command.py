@@ -1,4 +1,6 @@
-"""python -m weight_sync inventory: every tensor that a live engine generates from, and how a sync keeps each of them right.
+"""python -m weight_sync inventory sglang|vllm url=URL|start=FOLDER [words] [output=table|json]
+
+Every tensor that a live engine generates from, and how a sync keeps each of them right.
 
     WEIGHT_SYNC_TOKEN=... python -m weight_sync inventory vllm url=http://HOST:PORT
     WEIGHT_SYNC_TOKEN=... python -m weight_sync inventory sglang url=http://HOST:PORT workers=HOST:PORT,HOST:PORT

@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("weight_sync.commands.plan:run", "legality, transfers, bytes and time of a sync, from configs alone"),
     "explain": ("weight_sync.commands.explain:run", "one tensor, one rank or one link: what goes where, and why"),
     "diff": ("weight_sync.commands.diff:run", "what changes between two plans: bytes, senders, methods"),
-    "new-family": ("weight_sync_integrations.newfamily:run", "propose a family from Megatron-Bridge's mappings, and prove it"),
+    "new-family": ("weight_sync_integrations.newfamily:run", "a family proposed from Megatron-Bridge's mappings, and proven"),
     "inventory": (
         "weight_sync_integrations.inventory_command:run",
         "every tensor that a live engine generates from, and how a sync keeps each right",
@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chaos": ("weight_sync.commands.chaos:run", "thousands of syncs with injected faults: none may end in wrong bytes served"),
     "simulate": ("weight_sync.commands.simulate:run", "a plan run on a described cluster: seconds, limit, use of every link"),
     "search": ("weight_sync.commands.search:run", "cuts and strategies tried within limits, ranked by seconds and memory"),
-    "bench": ("weight_sync.commands.bench:run", "measure this machine's links and write them as a cluster file"),
+    "bench": ("weight_sync.commands.bench:run", "this machine's links measured, and written as a cluster file"),
     "doctor": ("weight_sync.commands.doctor:run", "what this machine offers, and which strategies would work on it"),
 }
 """Name -> (module:function, one line of help). The module is imported only when its command runs."""

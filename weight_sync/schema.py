@@ -117,9 +117,9 @@ class TimeoutsConf:
 class FailureConf:
     """What happens after a failure; see weight_sync.session.failure. attempts: of one sync, each after a complete fence.
 
-    seconds: no attempt begins later than this after the first. on_suspect: see above; replicas that were left out are not
-    resumed and stay out until they join again. other_source: avoid a trainer rank whose write failed, where another one holds
-    the same bytes.
+    seconds: no attempt begins later than this after the first. on_suspect: keep: a replica that fails, fails the sync for all;
+    drop: the next attempt goes on without it, and it is not resumed and stays out until it joins again. other_source: avoid a
+    trainer rank whose write failed, where another one holds the same bytes.
     """
 
     attempts: int = 1

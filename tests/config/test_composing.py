@@ -116,7 +116,7 @@ def senseless(*overrides: str) -> str:
         (["weight_sync.timeouts.sync=0"], "weight_sync.timeouts.sync=0: must be above 0"),
         (["weight_sync.timeouts.abort=.nan"], "weight_sync.timeouts.abort=nan: must be above 0"),
         (["weight_sync.costs.wire=-1"], "weight_sync.costs.wire=-1: must be above 0"),
-        (["weight_sync.transport.name=tcp"], "weight_sync.transport.name='tcp': must be one of cma, cuda_ipc, memory, mooncake"),
+        (["weight_sync.transport.name=tcp"], "transport.name='tcp': must be one of cma, cuda_ipc, memory, mooncake"),
         (
             ["weight_sync.transport.options={protocol: tcp, protocl: tcp}"],
             "mooncake: got an unexpected keyword argument 'protocl'",

@@ -115,6 +115,38 @@ def test_a_closed_worker_transport_lets_nothing_in(world: World) -> None:
         writer.probe(endpoint, Deadline.after(5))
 
 
+def test_a_session_that_ended_cannot_be_begun_again_by_a_request_that_comes_twice(world: World) -> None:
+    begun(world, "1-a-1")
+    target = world.target_agents[0]
+    target.call("end", {"session": "1-a-1"})
+    assert target._table is not None
+    epoch = world.sync._connection.epochs[0][0]  # type: ignore[union-attr]
+    again = {"session": "1-a-1", "version": 1, "plan": target._table["plan"], "epoch": epoch}
+    with pytest.raises(SessionError, match="begin of session 1-a-1, which has ended; it came too late"):
+        target.call("begin", again)
+    target.call("begin", again | {"session": "1-a-2"})
+
+
+def test_a_second_snapshot_does_not_take_the_place_of_the_first(world: World) -> None:
+    begun(world, "1-a-1")
+    target = world.target_agents[0]
+    target.call("snapshot", {"session": "1-a-1"})
+    with pytest.raises(SessionError, match="session 1-a-1 has a snapshot already"):
+        target.call("snapshot", {"session": "1-a-1"})
+    target.call("compare", {"session": "1-a-1"})
+    target.call("snapshot", {"session": "1-a-1"})
+
+
+def test_a_worker_whose_pull_failed_can_still_be_described(world: World) -> None:
+    begun(world, "1-a-1")
+    target = world.target_agents[0]
+    assert target._transport is not None
+    target._filling, target._transport._unusable = True, "a read failed"  # type: ignore[attr-defined]
+    described = target.call("describe", {})
+    assert (described["session"], described["endpoint"]) == ("1-a-1", None)
+    target.call("abort", {"session": "1-a-1", "reason": "the drill"})
+
+
 # -- the trainer's side ------------------------------------------------------------------------------------------------
 
 

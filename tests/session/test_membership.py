@@ -459,3 +459,25 @@ def test_a_second_call_while_one_is_running_is_refused() -> None:
     world.traps.do("trainer 0", "write", meanwhile)
     world.commit(1)
     assert len(refused) == 3
+
+
+def test_a_rank_keeps_its_transport_when_an_engine_joins_and_opens_another_once_one_it_spoke_to_is_gone() -> None:
+    world = world_of(2)
+    world.step()
+    world.commit(1)
+    agent = world.source_agents[0]
+    first = agent._transport
+    joined(world, "late")
+    world.step()
+    world.commit(2)
+    assert agent._transport is first
+    world.sync.leave("late")
+    departed(world, "late")
+    # A transport that has spoken to the one that left still knows it, and keeps sockets to it.
+    second = agent._transport
+    assert second is not first
+    with pytest.raises((SessionError, TransportError, RuntimeError, ValueError)):
+        first.describe()  # it was closed
+    world.step()
+    world.commit(3)
+    assert agent._transport is second

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from weight_sync.errors import BindError, SessionError, VerifyError
 from weight_sync.session import digests, memory
 from weight_sync.session.inprocess import typed
-from weight_sync.session.memory import Memory, Staging, digest
+from weight_sync.session.memory import Memory, Staging
 from weight_sync.session.state import TRANSITIONS, Machine, State
 from weight_sync.session.tables import merge_digests
+
+
+def digest(region: np.ndarray[Any, Any]) -> str:
+    found = digests.HostDigests(digests.XXH3)
+    found.add("region", region)
+    return found.hex(["region"])[0]
 
 
 def tensor(array: np.ndarray[Any, Any], dtype: str = "float32", device: str = "cpu", cut: int = 0) -> Any:
@@ -89,6 +95,29 @@ def test_what_moved_is_told_by_name() -> None:
     assert m.moved({"b": two, "a": one}) is None
 
 
+@pytest.mark.parametrize(("what", "other"), [("stride", lambda: (1, 4)), ("dtype", "torch.int32"), ("shape", (2, 8))])
+def test_a_tensor_object_whose_elements_were_laid_out_anew_in_place_has_moved(what: str, other: Any) -> None:
+    square = np.zeros((4, 4), np.float32)
+    one = tensor(square)
+    one.data_ptr = lambda: int(square.ctypes.data)
+    m = Memory({"w": one}, "here")
+    assert m.moved({"w": one}) is None
+    setattr(one, what, other)
+    assert m.moved({"w": one}) == "w"
+
+
+def test_labels_of_arrays_tell_dtypes_apart_that_numpy_does_not_have() -> None:
+    words = np.zeros(4, np.uint16)
+    assert Memory({"w": typed(words, "bfloat16")}, "here").moved({"w": typed(words, "float16")}) == "w"
+
+
+def test_a_region_of_which_nothing_was_digested_has_no_digest() -> None:
+    found = digests.HostDigests(digests.LANES)
+    found.add("a", A)
+    with pytest.raises(VerifyError, match="no byte was digested of 1 of 2 regions: b"):
+        found.hex(["a", "b"])
+
+
 def test_an_epoch_tells_another_place_and_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Memory({"w": A}, "here").epoch
     assert Memory({"w": A}, "here").epoch == here
@@ -110,7 +139,7 @@ def test_the_digest_of_a_strided_region_is_that_of_its_bytes_in_order(
     kept, digests._CHUNK = digests._CHUNK, chunk
     try:
         parts = list(digests.chunks(part, chunk))
-        assert digest(part) == xxhash.xxh3_64_intdigest(np.ascontiguousarray(part).tobytes())
+        assert digest(part) == xxhash.xxh3_64_hexdigest(np.ascontiguousarray(part).tobytes())
     finally:
         digests._CHUNK = kept
     assert sum(p.size for p in parts) == part.size

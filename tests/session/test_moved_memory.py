@@ -10,6 +10,7 @@ from session_support import TrappedEngine, World, fresh_target, moved
 
 from weight_sync.errors import BindError, RolloutError, VerifyError
 from weight_sync.ids import Deadline
+from weight_sync.session import source
 
 # -- whose memory and processes change ---------------------------------------------------------------------------------
 
@@ -54,6 +55,28 @@ def test_parameters_that_move_while_the_engines_are_paused_are_not_written_from(
 
     world.traps.do("engine e0", "begin", move)
     fail(world, version, BindError, "trainer rank 1: parameters moved")
+    stands(world)
+    world.commit(version)
+
+
+def test_parameters_that_move_while_they_are_written_end_the_sync() -> None:
+    world = two_engines()
+    version = committed_before(world)
+    real, turns = source.write_pieces, []
+
+    def write_pieces(transport: Any, bound: Any, round_: int, deadline: Deadline) -> Any:
+        if bound.memory.where == "trainer rank 1" and round_ == bound.schedule.rounds - 1:  # no later round looks again
+            turns.append(round_)
+            world.source[1] = moved(world.source[1], list(world.layouts[0].rank_params(1)))
+            world.sources[1].arrays = world.source[1].arrays
+        return real(transport, bound, round_, deadline)
+
+    source.write_pieces = write_pieces
+    try:
+        fail(world, version, BindError, "trainer rank 1: parameters moved")
+    finally:
+        source.write_pieces = real
+    assert len(turns) == 1
     stands(world)
     world.commit(version)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from session_support import World, admitted, spare
 
 from weight_sync.errors import RolloutError, SessionError, WeightSyncError
 from weight_sync.ids import Deadline
+from weight_sync.session import takeover
 from weight_sync.session.contracts import EngineState, Receipt
 from weight_sync.session.gate import Gate, controller_of, generation_of, new_controller, new_session
 from weight_sync.session.session import WeightSync
@@ -182,6 +184,51 @@ def test_engines_that_serve_one_version_are_adopted_and_versions_go_on_from_ther
     with pytest.raises(SessionError, match="version 5 is not an integer above the committed 5"):
         world.sync.sync(5)
     world.step()
+    world.commit(6)
+
+
+def before_the_claim(patch: pytest.MonkeyPatch, happens: Callable[[], Any]) -> None:
+    """After the newer controller's first look and before it shuts the older one out."""
+    real = takeover.claim
+
+    def claim(*args: Any) -> str:
+        patch.setattr(takeover, "claim", real)
+        happens()
+        return real(*args)
+
+    patch.setattr(takeover, "claim", claim)
+
+
+def test_what_an_older_controller_commits_before_it_is_shut_out_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = two_engines()
+    world.commit(5)
+    old = world.sync
+    world.sync = WeightSync(world.trainers, world.engines, old._spec, timeouts=old._timeouts)
+    world.step()
+    before_the_claim(monkeypatch, lambda: old.sync(6))
+    found = world.sync.recover()
+    assert (found.action, found.version, world.sync.version) == ("serving", 6, 6)
+    assert [(engine.serving, engine.version) for engine in world.engines] == [(True, 6)] * 2
+
+
+def test_what_an_older_controller_leaves_half_done_before_it_is_shut_out_is_redone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = two_engines()
+    world.commit(5)
+    old = world.sync
+    world.sync = WeightSync(world.trainers, world.engines, old._spec, timeouts=old._timeouts)
+    world.step()
+
+    def dies() -> None:
+        world.traps.at("engine e1", "verify", Killed())
+        old._fence.put_up = lambda: None  # type: ignore[method-assign]
+        with pytest.raises(Killed):
+            old.sync(6)
+
+    before_the_claim(monkeypatch, dies)
+    found = world.sync.recover()
+    assert (found.action, found.version, world.sync.version, world.sync.state) == ("redo", 5, 5, State.FAILED)
+    assert [(engine.serving, engine.version) for engine in world.engines] == [(False, 5)] * 2
+    assert all(replica.text().startswith("suspect: paused") for replica in world.sync.replicas)
     world.commit(6)
 
 

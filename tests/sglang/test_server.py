@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from weight_sync.errors import RolloutError, SessionError
 from weight_sync.ids import Deadline
 from weight_sync.session.contracts import Receipt
-from weight_sync.session.memory import Memory, digest
+from weight_sync.session.memory import Memory
 from weight_sync.transport.base import Batch, Endpoint, Region
 from weight_sync.transport.cma import CmaTransport
 from weight_sync_integrations.sglang.engine import SglangEngine
@@ -142,9 +143,11 @@ class Writer:
             transport.close()
 
     def digests(self) -> dict[int, list[str]]:
-        return {
-            rank: [f"{digest(m.view(p.name, 0, p.stride, p.shape)):016x}" for p in m.params] for rank, m in self.memory.items()
-        }
+        def of(memory: Memory) -> list[str]:
+            views = [memory.view(p.name, 0, p.stride, p.shape) for p in memory.params]
+            return [xxhash.xxh3_64_hexdigest(np.ascontiguousarray(view)) for view in views]
+
+        return {rank: of(memory) for rank, memory in self.memory.items()}
 
     def sync(self, session: str, version: int) -> Receipt:
         epochs = self.bind(f"plan of {session}")

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from transport_conformance import ARENA, KB, LIMIT, MB, SPANS, Source, TransportConformance
 from transport_peer import ProcessPeer
@@ -16,7 +17,7 @@ from transport_peer import ProcessPeer
 from weight_sync.errors import TransportError
 from weight_sync.ids import Deadline
 from weight_sync.transport import cma
-from weight_sync.transport.base import Transport
+from weight_sync.transport.base import Batch, Region, Transport
 from weight_sync.transport.cma import CmaTransport, process_start
 
 
@@ -108,6 +109,36 @@ class TestCma(TransportConformance):
         assert source.send(peer, writes) == 5511
         assert peer.digest() == source.expect(peer, writes)
         assert len(calls) > 7
+
+    def test_a_peer_that_closes_is_left_alone_from_the_next_system_call_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cma, "_CALL_BYTES", 1000)
+        here, there = np.ones(4000, np.uint8), np.zeros(4000, np.uint8)
+        writer, peer = CmaTransport(), CmaTransport()
+        for transport, array in ((writer, here), (peer, there)):
+            transport.register([Region(int(array.ctypes.data), array.nbytes)])
+        endpoint = peer.describe()
+        writer.probe(endpoint, Deadline.after(LIMIT))
+        real = writer._libc.process_vm_writev
+
+        class Closing:
+            process_vm_readv = writer._libc.process_vm_readv
+
+            @staticmethod
+            def process_vm_writev(*words: Any) -> int:
+                moved = real(*words)
+                if moved == 1000:
+                    peer.close()
+                return moved
+
+        monkeypatch.setattr(writer, "_libc", Closing)
+        at = [np.asarray([int(array.ctypes.data)], np.int64) for array in (here, there)]
+        ticket = writer.write(Batch(endpoint, *at, np.asarray([4000], np.int64), ["w"]))
+        with pytest.raises(TransportError, match="closed or replaced"):
+            writer.wait(ticket, Deadline.after(LIMIT))
+        assert there.sum() == 1000
+        with pytest.raises(TransportError, match="poisoned"):
+            writer.write(ticket.batch)
+        writer.close()
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone else")
     def test_another_users_process_cannot_be_written_to_and_the_error_says_what_to_do(self, peer: Any) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from weight_sync.errors import ConfigError, WeightSyncError
 from weight_sync.ids import Deadline
-from weight_sync.session.memory import feed
+from weight_sync.session.digests import feed
 from weight_sync.simulate.cluster import Cluster, parse_cluster
 from weight_sync.transport import registry
 from weight_sync.transport.base import Batch, Endpoint, Region

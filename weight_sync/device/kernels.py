@@ -132,7 +132,7 @@ def launch_digest(table: torch.Tensor, blocks: tuple[torch.Tensor, torch.Tensor]
     """Sum of the h_i of every region: int64 [regions] on the device, not yet finished (lanes.finish)."""
     sums = torch.zeros(len(table), dtype=torch.int64, device=table.device)
     if len(blocks[0]):
-        digest_kernel[(len(blocks[0]),)](
+        digest_kernel[(len(blocks[0]),)](  # pyright: ignore[reportIndexIssue]
             table, *blocks, sums, GOLDEN=GOLDEN, MIX_1=MIX_1, MIX_2=MIX_2, BLOCK=BLOCK, LOOPS=LOOPS
         )  # fmt: skip
     return sums

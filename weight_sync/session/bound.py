@@ -56,6 +56,7 @@ class Bound:
         # On the host a piece is digested while the cache holds it; a GPU digests whole transfers, many in one launch, but for
         # those that are cast: their bytes exist only as pieces.
         self._whole = set[int]() if memory.device == "cpu" else set(self.rows[~direct & ~plan.casts[self.rows]].tolist())
+        memory.digests(digest)  # raises now, before anything is paused, if this memory has no such digest
         self._digests: Digests | None = None
 
     def target_address(self, row: int) -> int:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from weight_sync.device.lanes import Lanes, finish
 from weight_sync.device.tables import Box, Tables
+from weight_sync.errors import VerifyError, listed
 from weight_sync.session.arrays import to_host
 
 XXH3 = "xxh3"
@@ -39,7 +40,7 @@ class Digests(Protocol):
         ...
 
     def hex(self, keys: Sequence[Any]) -> list[str]:
-        """The digests, 16 hex digits each; waits for what was begun."""
+        """The digests, 16 hex digits each; waits for what was begun. VerifyError for a region of which nothing was digested."""
         ...
 
 
@@ -61,11 +62,18 @@ class HostDigests:
         feed(hasher, view)
 
     def hex(self, keys: Sequence[Any]) -> list[str]:
-        return [(self._hashers.get(key) or self._new()).hexdigest() for key in keys]
+        # Two regions that nobody looked at would otherwise have equal digests.
+        if missing := [key for key in keys if key not in self._hashers]:
+            raise VerifyError(f"no byte was digested of {len(missing)} of {len(keys)} regions: {listed(map(str, missing))}")
+        return [self._hashers[key].hexdigest() for key in keys]
 
 
 class DeviceDigests:
-    """On a GPU, kind LANES: whole() launches and returns. kept: where the tables of a group stay for the next time."""
+    """On a GPU, kind LANES: whole() launches and returns.
+
+    kept: where the tables of a group stay for the next time. They hold addresses, so it belongs to one binding of one memory
+    (DeviceMemory has it): who finds that memory moved makes a new one.
+    """
 
     def __init__(self, device: Any, kept: dict[object, Any]) -> None:
         self._device, self._kept = device, kept
@@ -73,6 +81,8 @@ class DeviceDigests:
         self._host = HostDigests(LANES)
 
     def whole(self, group: object, keys: Sequence[Any], views: Callable[[], Sequence[Any]]) -> None:
+        import torch  # pyright: ignore[reportMissingImports] - what is on a GPU is a torch tensor
+
         from weight_sync.device import kernels
 
         if group not in self._kept:
@@ -87,7 +97,9 @@ class DeviceDigests:
         strange, even, owner, nbytes, launch = self._kept[group]
         for i, view in strange:
             self.add(keys[i], view)
-        self._begun.append(([keys[i] for i in even], owner, nbytes, kernels.launch_digest(*launch)))
+        with torch.cuda.device(self._device):  # hex() waits for this device's stream, whichever the thread's current device is
+            sums = kernels.launch_digest(*launch)
+        self._begun.append(([keys[i] for i in even], owner, nbytes, sums))
 
     def add(self, key: Any, view: Any) -> None:
         """Digested on the host: for the few regions that are cast on their way."""

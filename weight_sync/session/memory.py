@@ -21,7 +21,7 @@ from weight_sync.errors import BindError, listed
 from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.box import row_major
 from weight_sync.session.contracts import LiveParam, LiveStorage
-from weight_sync.session.digests import Digests, HostDigests, feed
+from weight_sync.session.digests import Digests, HostDigests
 
 Bytes = NDArray[np.uint8]
 DEVICES = ("cpu", "cuda")
@@ -127,7 +127,7 @@ class Memory:
         self.params, self.storages = describe(tensors, where)
         self._by_name = {p.name: p for p in self.params}
         self._flat: dict[str, Any] = {}
-        self._at = {name: (_pointer(t), t.shape) for name, t in tensors.items()}
+        self._at = {name: _place(t) for name, t in tensors.items()}
 
     @property
     def device(self) -> str:
@@ -138,24 +138,19 @@ class Memory:
         return epoch_of(self.storages)
 
     def moved(self, tensors: Mapping[str, Any]) -> str | None:
-        """How `tensors` as they are now differ from those seen before (names, shapes, places), or None when they do not."""
+        """How `tensors` as they are now differ from those seen before (names, shapes, dtypes, places), or None."""
         if self._unmoved(tensors):
             return None
         old, new = self._places(), memory_of(tensors, self.where)._places()
         return listed(sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))) or None
 
     def _unmoved(self, tensors: Mapping[str, Any]) -> bool:
-        """Whether these are the very same tensors where they were: much cheaper to see than what they are."""
-        mine, at = self._tensors, self._at
-        if len(tensors) != len(mine):
-            return False
-        for name, t in tensors.items():
-            known = mine.get(name)
-            if known is None or at[name] != (_pointer(t), t.shape):
-                return False
-            if known is not t and (_element_stride(known), known.dtype, type(known)) != (_element_stride(t), t.dtype, type(t)):
-                return False
-        return True
+        """Whether the same elements lie where they lay: much cheaper to see than to describe everything anew.
+
+        What is compared was noted when it was bound: a tensor object may get another memory, shape or dtype in place.
+        """
+        at = self._at
+        return len(tensors) == len(at) and all(name in at and at[name] == _place(t) for name, t in tensors.items())
 
     def _places(self) -> dict[str, tuple[Any, ...]]:
         return {p.name: (p.shape, p.stride, p.dtype, p.offset, self.storages[p.storage]) for p in self.params}
@@ -213,8 +208,12 @@ def device_of(tensors: Mapping[str, Any]) -> str:
     return "cuda" if "cuda" in types else "cpu"
 
 
-def _pointer(tensor: Any) -> int:
-    return tensor.__array_interface__["data"][0] if isinstance(tensor, np.ndarray) else tensor.data_ptr()
+def _place(tensor: Any) -> tuple[Any, ...]:
+    """(address of the first element, shape, strides, dtype): all that decides which byte is which element."""
+    if isinstance(tensor, np.ndarray):
+        address = tensor.__array_interface__["data"][0]
+        return address, tensor.shape, tensor.strides, getattr(tensor, "dtype_label", tensor.dtype)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def not_contiguous(p: LiveParam) -> str | None:
@@ -231,13 +230,6 @@ def raw_bytes(address: int, nbytes: int) -> Bytes:
     """Memory of this process as an array. The caller keeps the owner alive."""
     owned: Any = (ctypes.c_uint8 * nbytes).from_address(address)
     return np.frombuffer(owned, np.uint8)
-
-
-def digest(view: NDArray[Any]) -> int:
-    """64-bit xxh3 over the region's bytes in row-major order: depends on every byte and on its position."""
-    hasher = xxhash.xxh3_64()
-    feed(hasher, view)
-    return hasher.intdigest()
 
 
 class Staging:

@@ -58,6 +58,7 @@ class SourceAgent:
         self._stage: Any = None
         self._readback: Any = None
         self._storages: tuple[LiveStorage, ...] = ()
+        self._probed: set[Endpoint] = set()
         self._session: str | None = None
         self._writing = False
         self._unfenced: str | None = None
@@ -109,19 +110,26 @@ class SourceAgent:
         self._bound = None
         memory = memory_of(self._source.tensors(), f"trainer rank {self.rank}")
         self._check(memory, schedule)
-        transport = self._registered(memory, max((p.nbytes for p in schedule.pieces), default=0))
+        peers = {rank: Endpoint.from_json(binding.endpoint) for rank, binding in targets.items()}
+        transport = self._registered(memory, max((p.nbytes for p in schedule.pieces), default=0), set(peers.values()))
         deadline = Deadline.after(float(payload["seconds"]))
         bound = Bound(schedule, self.rank, memory, self._stage, targets, transport, str(payload.get("digest", XXH3)))
         for rank in sorted(set(schedule.plan.target_rank[bound.rows].tolist())):
-            transport.probe(Endpoint.from_json(targets[rank].endpoint), deadline)
+            self._probed.add(peers[rank])
+            transport.probe(peers[rank], deadline)
         self._bound, self._bound_by = bound, controller_of(str(payload.get("controller") or ""))
         return {"endpoint": transport.describe().to_json()}
 
-    def _registered(self, memory: Memory, piece: int) -> Transport:
-        """A transport on which the parameters and a staging buffer of two pieces are registered: the old one if it fits."""
+    def _registered(self, memory: Memory, piece: int, peers: set[Endpoint]) -> Transport:
+        """A transport on which the parameters and a staging buffer of two pieces are registered: the old one if it fits.
+
+        Not one that has spoken to a peer that is gone: it keeps what it knew of it, open sockets too, and Mooncake would take a
+        newcomer on the same port (it draws from 2,000) for the one that left, for ever.
+        """
         half = -(-piece // 64) * 64
         enough = not half or (self._stage is not None and self._stage.storage.nbytes >= 2 * half)
-        if self._transport is not None and not self._writing and enough and self._storages == memory.storages:
+        fits = enough and self._storages == memory.storages and self._probed <= peers
+        if self._transport is not None and not self._writing and fits:
             return self._transport
         self._close()
         self._stage = memory.staging(2 * half) if half else None
@@ -204,9 +212,10 @@ class SourceAgent:
                 tickets.append(transport.write(batch))
                 bound.digest_batch(number, rows)
             bound.digest_staged()
-        # Looked at while the bytes are on their way: what was bound is kept alive until then, and an error here ends the sync.
-        self._not_moved(bound)
         moved, writes = write_pieces(transport, bound, round_, deadline)
+        # After the last byte was read here by address, while direct writes are still on their way: together with quiesce(),
+        # which looked before the first, it says that what was digested and packed was the parameters. If not, the sync ends.
+        self._not_moved(bound)
         digests = bound.finished_digests() if round_ == bound.schedule.rounds - 1 else None
         for ticket in tickets:
             moved += transport.wait(ticket, deadline).nbytes
@@ -257,7 +266,7 @@ class SourceAgent:
     def _close(self) -> None:
         """Raises if the transport does not close, now and ever after: only the end of the process is a fence then."""
         self._not_unfenced()
-        transport, self._transport, self._bound = self._transport, None, None
+        transport, self._transport, self._bound, self._probed = self._transport, None, None, set()
         if transport is not None:
             try:
                 transport.close()

@@ -129,7 +129,7 @@ def take_over(trainers: TrainerGroup, engines: Sequence[RolloutEngine], deadline
     """(our name, what was found and done): see WeightSync.recover."""
     found = survey(trainers, engines, deadline)
     states = states_of(found, engines)
-    action, version = judge(states)
+    action, _ = judge(states)
     if action == "resumed":  # before the claim: the receipts are of sessions that it shuts out
         calls = {
             f"engine {engine.name}": partial(engine.resume, receipt, deadline)
@@ -138,10 +138,18 @@ def take_over(trainers: TrainerGroup, engines: Sequence[RolloutEngine], deadline
         }
         together(calls, deadline)
     controller = claim(trainers, engines, found, "", deadline)
+    # Looked at again: until the claim an older controller may have opened a session or committed another version, and can no
+    # more. What it paused after the first look cannot be resumed: the claim shut its receipts out.
+    found = survey(trainers, engines, deadline)
+    now = states_of(found, engines)
+    verdict, version = judge(now)
+    if verdict != "serving":
+        action, states = "redo", now
+    elif action == "redo":  # it finished by itself what it was in
+        action, states = "serving", now
+    end_leftovers(trainers, engines, found, controller, deadline)
     if action == "redo":
-        _abort_standing(engines, states, controller, deadline)
-    # Looked at again: what the older controller opened after the first look it can open no more.
-    end_leftovers(trainers, engines, survey(trainers, engines, deadline), controller, deadline)
+        _abort_standing(engines, now, controller, deadline)
     return controller, Recovery(action, version, {name: state.text() for name, (state, _) in states.items()})
 
 

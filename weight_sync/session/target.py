@@ -104,7 +104,8 @@ class TargetAgent:
 
     def _describe(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory = memory_of(self._tensors(), f"rollout rank {self.rank}")
-        endpoint = self._transport.describe() if self._transport is not None else None
+        # A transport whose read failed describes itself no more; where a rank stands can always be asked.
+        endpoint = None if self._transport is None or self._filling else self._transport.describe()
         description = RankDescription(
             rank=self.rank,
             host=self.host,
@@ -135,6 +136,7 @@ class TargetAgent:
         self._close()
         memory = memory_of(self._tensors(), f"rollout rank {self.rank}")
         self._check(memory, table["expected"])
+        memory.digests(_kind(table))  # raises now, before anything is paused, if this memory has no such digest
         stage = memory.staging(int(table["stage_bytes"])) if table["stage_bytes"] else None
         storages = [*memory.storages, *([stage.storage] if stage else [])]
         self._transport = self._open()
@@ -235,6 +237,8 @@ class TargetAgent:
 
     def _take_snapshot(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, _ = self._in_session(payload)
+        if self._snapshot is not None:  # a request that came twice: what was written would be compared with itself
+            raise SessionError(f"rollout rank {self.rank}: session {self._session} has a snapshot already")
         self._snapshot = Snapshot(memory)
         return {"bytes": self._snapshot.nbytes}
 
@@ -263,7 +267,7 @@ class TargetAgent:
             raise VerifyError(f"rollout rank {self.rank}: bytes that no transfer writes have changed: {listed(changed)}")
         columns = (table["params"], table["start"], table["strides"], table["shape"])
         rows = range(len(table["params"]))
-        digests = memory.digests(str(table.get("digest", XXH3)))
+        digests = memory.digests(_kind(table))
         digests.whole("transfers", rows, lambda: [memory.view(*region) for region in zip(*columns, strict=True)])
         return {"digests": digests.hex(rows)}
 
@@ -274,6 +278,7 @@ class TargetAgent:
             raise SessionError(
                 f"rollout rank {self.rank}: session {self._session} cannot end: weights were scrambled and not compared since"
             )
+        self._gate.end(str(self._session))
         self._session = self._snapshot = None
         return {}
 
@@ -300,3 +305,8 @@ class TargetAgent:
                 raise
         self._memory = self._stage = self._untouched = self._snapshot = None
         self._filling = self._scrambled = False
+
+
+def _kind(table: Mapping[str, Any]) -> str:
+    """The digest that both sides compute; see weight_sync.session.digests."""
+    return str(table.get("digest", XXH3))

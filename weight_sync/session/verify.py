@@ -2,7 +2,8 @@
 
     off                 nothing is compared. The plan is still proven to write every byte once, and memory that moved is still
                         refused. Said aloud on every sync, and reported as not verified.
-    digest              a 64-bit digest of every transfer, of the source bytes and again of the live destination bytes.
+    digest              a 64-bit digest of every transfer, of the source bytes (of what is packed or cast on the way: as it is
+                        sent) and again of the live destination bytes.
     full                digest, and then every destination byte is read back by the source and compared with what it sent.
     check_weight_equal  digest, and then every byte that the plan covers is scrambled, written again and compared with a
                         snapshot taken before, as are all bytes that the plan does not cover.

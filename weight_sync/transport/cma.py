@@ -22,7 +22,7 @@ import numpy as np
 from weight_sync.errors import ConfigError, TransportError
 from weight_sync.ids import Deadline
 from weight_sync.transport.base import Batch, Completion, Endpoint, Region, Ticket
-from weight_sync.transport.probe_area import AREA_BYTES, Header, new_epoch, pack_header, prove
+from weight_sync.transport.probe_area import AREA_BYTES, HEADER, Header, header_of, new_epoch, pack_header, prove
 from weight_sync.transport.regions import (
     RegionTable,
     check_deadline,
@@ -157,7 +157,10 @@ class CmaTransport:
         return Completion(nbytes=int(batch.nbytes.sum()), seconds=time.monotonic() - started)
 
     def close(self) -> None:
-        """Nothing is ever in flight outside wait(), so the fence is immediate. Peers that probe again are told."""
+        """Nothing of ours is ever in flight outside wait(), so the fence is immediate.
+
+        A peer that is writing here finds out before its next system call; the one it is in, at most _CALL_BYTES, ends first.
+        """
         if self._unusable == "closed":
             raise failed_peer(f"cma/cma {self._pid}", "the transport is closed", "closed")
         self._area[: len(pack_header(0))] = bytes(len(pack_header(0)))
@@ -199,6 +202,11 @@ class CmaTransport:
 
         return prove(endpoint, lambda address, nbytes: self._read(endpoint, pid, address, nbytes), write)
 
+    def _still_open(self, endpoint: Endpoint, pid: int) -> None:
+        """Raise if the peer has closed since it was proved. One small read."""
+        assert endpoint.probe is not None
+        header_of(endpoint, self._read(endpoint, pid, endpoint.probe[0], HEADER.size))
+
     def _read(self, endpoint: Endpoint, pid: int, address: int, nbytes: int) -> bytes:
         if nbytes == 0:
             return b""
@@ -234,6 +242,8 @@ class CmaTransport:
                 raise failed_range(
                     batch, int(parent[at]), f"not {done_to} within the deadline of {deadline.seconds:g} s", "deadline"
                 )
+            if at:
+                self._still_open(endpoint, pid)
             before = int(ends[at] - sizes[at])
             stop = min(at + _IOV_MAX, max(at + 1, int(np.searchsorted(ends, before + _CALL_BYTES, side="right"))))
             moved = function(pid, local[at:].ctypes.data, stop - at, remote[at:].ctypes.data, stop - at, 0)

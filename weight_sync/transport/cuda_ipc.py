@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ _POLL_SECONDS = 50e-6
 _SETTLE_SECONDS = 0.1
 """After the epoch is gone from the device: the thread blocks that had read it before finish within microseconds, unless their
 GPU was given to another process in between; this is many times a scheduler's time slice."""
+_NONCE = secrets.token_hex(16)
+"""With the pid it names this process: two containers that share /dev/shm may have one pid, a fork has its parent's nonce."""
 _EPOCH_AT = 8
 """Byte of the epoch in the probe area's header (probe_area.HEADER)."""
 
@@ -71,6 +74,7 @@ class CudaIpcTransport:
             raise ConfigError("transport cuda_ipc needs a CUDA device; torch finds none here. On CPUs: cma or mooncake tcp")
         self._torch, self._ipc, self._kernels = torch, ipc, kernels
         self._pid = os.getpid()
+        self._process = f"{self._pid}-{_NONCE}"
         self._device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
         self._boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self._epoch = new_epoch()
@@ -143,7 +147,8 @@ class CudaIpcTransport:
         self._check_usable()
         if ticket.id not in self._flights:
             raise ValueError(f"ticket {ticket.id} is not in flight on this transport: each is waited for once")
-        batch, event, missed, started = self._flights.pop(ticket.id)
+        # One that fails stays in _flights until close() has waited for it: its launch may still be reading the batch's tables.
+        batch, event, missed, started = self._flights[ticket.id]
         try:
             while not event.query():
                 if deadline.remaining() <= 0:
@@ -158,6 +163,7 @@ class CudaIpcTransport:
         except RuntimeError as error:  # how torch reports a CUDA error, which no later call of this process survives
             self._unusable = f"a CUDA error: {error}"
             raise failed_range(batch, 0, f"CUDA reports: {error}", "cuda") from error
+        del self._flights[ticket.id]
         return Completion(int(batch.nbytes.sum()), time.monotonic() - started)
 
     def close(self) -> None:
@@ -236,7 +242,7 @@ class CudaIpcTransport:
         if not self._exported:
             self._export(self._area.data_ptr(), AREA_BYTES)
         content = {
-            "pid": self._pid,
+            "process": self._process,
             "epoch": self._epoch,
             "allocations": [[base, size, handle] for base, (size, handle) in sorted(self._exported.items())],
             "regions": [[r.address, r.nbytes] for r in self._regions.regions],
@@ -268,7 +274,7 @@ class CudaIpcTransport:
         with self._torch.cuda.device(self._device):
             for base, _, handle in content["allocations"]:
                 here = base
-                if content["pid"] != self._pid:  # CUDA does not open a handle in the process that made it
+                if content["process"] != self._process:  # CUDA does not open a handle in the process that made it
                     here = self._ipc.open_handle(handle)
                     opened.append(here)
                 bases.append(base)

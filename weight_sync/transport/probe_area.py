@@ -46,21 +46,27 @@ def prove(endpoint: Endpoint, read: Callable[[int, int], bytes], write: Callable
     Raises TransportError naming both epochs, or saying that the nonce did not come back.
     """
     address, nbytes = _area(endpoint)
-    magic, epoch, table, regions = HEADER.unpack(read(address, HEADER.size))
-    if magic != _MAGIC:
-        raise failed_peer(endpoint, "the peer's probe area is gone: it was closed or replaced", "closed peer")
-    if epoch != endpoint.epoch:
-        raise failed_peer(
-            endpoint, f"stale endpoint: it was described at epoch {endpoint.epoch}, the peer is at {epoch}", "stale epoch"
-        )
+    header = header_of(endpoint, read(address, HEADER.size))
     slots = (min(nbytes, SCRATCH_OFFSET) - HEADER.size) // SLOT
     for _ in range(_TRIES):
         slot = address + HEADER.size + SLOT * secrets.randbelow(slots)
         nonce = secrets.token_bytes(SLOT)
         write(slot, nonce)
         if read(slot, SLOT) == nonce:
-            return Header(epoch, table, regions)
+            return header
     raise failed_peer(endpoint, f"{_TRIES} nonces were reported written and none could be read back", "probe mismatch")
+
+
+def header_of(endpoint: Endpoint, data: bytes) -> Header:
+    """The header that was read at a peer. TransportError where it is gone, or of another epoch than the endpoint's."""
+    magic, *fields = HEADER.unpack(data)
+    if magic != _MAGIC:
+        raise failed_peer(endpoint, "the peer's probe area is gone: it was closed or replaced", "closed peer")
+    header = Header(*fields)
+    if header.epoch != endpoint.epoch:
+        reason = f"stale endpoint: it was described at epoch {endpoint.epoch}, the peer is at {header.epoch}"
+        raise failed_peer(endpoint, reason, "stale epoch")
+    return header
 
 
 def _area(endpoint: Endpoint) -> tuple[int, int]:
