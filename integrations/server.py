@@ -26,6 +26,10 @@ from weight_sync.ids import Deadline
 
 _POLL = 0.25
 
+_IDLE = 1.0
+"""Seconds that an unused connection is kept. The engines' servers (uvicorn) close theirs after 5, as httpx would: a request that
+is sent at that moment is lost, and a sync with it."""
+
 
 @dataclass(slots=True)
 class Server:
@@ -121,7 +125,8 @@ def quiet_client(*urls: str, token: str | None = None) -> httpx.Client:
     if _quiet not in logging.getLogger("httpx").filters:
         logging.getLogger("httpx").addFilter(_quiet)
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    return httpx.Client(base_url=urls[0] if len(urls) == 1 else "", trust_env=False, headers=headers)
+    limits = httpx.Limits(keepalive_expiry=_IDLE)
+    return httpx.Client(base_url=urls[0] if len(urls) == 1 else "", trust_env=False, headers=headers, limits=limits)
 
 
 class _Quiet(logging.Filter):

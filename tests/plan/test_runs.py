@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from layout_cases import elements
 from plan_support import scattered
 
+from weight_sync.layout.catalog import Catalog, Pattern
+from weight_sync.layout.table import Param, layout_from_shards
 from weight_sync.plan.planner import make_plan
 from weight_sync.plan.runs import expand_runs, inner_elements, merge_runs
 from weight_sync.plan.schedule import Budget, CostModel, Method, make_schedule
@@ -161,3 +163,27 @@ def test_the_senders_of_a_destination_advance_together_through_its_staging_round
                 assert all(sent[sender] <= sent[other] for other in sent if sent[other] < left[other])
             sent[sender] += piece.nbytes
         assert sent == left
+
+
+def test_destinations_begin_their_staging_rounds_with_different_senders():
+    ranks, rows, width = 4, 16, 4
+    catalog = Catalog((Pattern("t", (rows, ranks * width), "float32"),))
+
+    def side(name, boxes):
+        """boxes: (column, columns) of each rank; a parameter of as many columns."""
+        made = [[Param(rank, "p", (rows, n), "float32")] for rank, (_, n) in enumerate(boxes)]
+        shards = [
+            [{"tensor": "t", "offset": [0, c], "shape": [rows, n], "param": "p", "start": 0, "strides": [n, 1]}]
+            for c, n in boxes
+        ]
+        return layout_from_shards(name, catalog, made, shards)
+
+    source = side("trainer", [(rank * width, width) for rank in range(ranks)])
+    target = side("rollout", [(0, ranks * width)] * ranks)
+    plan = make_plan(source, target)
+    schedule = make_schedule(plan, CostModel(seconds_per_write=1.0), Budget(1 << 20, 1 << 20))
+    assert (schedule.method == Method.UNPACK).all()
+    first: dict[int, int] = {}
+    for piece in sorted(schedule.pieces, key=lambda p: (p.round, p.stage)):
+        first.setdefault(int(plan.target_rank[piece.row]), int(plan.source_rank[piece.row]))
+    assert sorted(first) == sorted(first.values()) == list(range(ranks))

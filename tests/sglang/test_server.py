@@ -26,8 +26,8 @@ from weight_sync_integrations.sglang.replica import EngineSizes, build_replica, 
 
 Make = Callable[..., Path]
 PROMPT = [5, 17, 40, 101, 7]
-START_SECONDS = 280.0
-pytestmark = pytest.mark.timeout(600)
+START_SECONDS = 450.0
+pytestmark = pytest.mark.timeout(900)
 
 
 def soon() -> Deadline:

@@ -187,7 +187,8 @@ def _turns(plan: Plan, rows: Ints) -> Ints:
     first = np.flatnonzero(np.append(True, np.diff(pair[order]) != 0))
     sent = np.empty_like(before)
     sent[order] = before - np.repeat(before[first], np.diff(np.append(first, len(rows))))
-    return rows[np.lexsort((source, sent))]
+    # Each destination begins with another sender, or all would wait for the same few.
+    return rows[np.lexsort(((source - plan.target_rank[rows]) % plan.source_world, sent))]
 
 
 def _seconds(nbytes: Ints, runs: Ints, source_whole: Ints, target_whole: Ints, costs: CostModel) -> tuple[Floats, Floats]:
