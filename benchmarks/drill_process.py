@@ -216,11 +216,17 @@ class Controller:
         self._sync.join(self._engine(command["engine"]), pull=command["pull"])
 
     def do_leave(self, command: Mapping[str, Any]) -> None:
+        old = self._adapter(command["name"])
         self._sync.leave(command["name"], gone=command["gone"])
+        old.close()
 
     def do_replace(self, command: Mapping[str, Any]) -> None:
-        engine = self._engine(command["engine"])
+        old, engine = self._adapter(command["name"]), self._engine(command["engine"])
         self._sync.replace(command["name"], engine, gone=command["gone"], pull=command["pull"])
+        old.close()
+
+    def _adapter(self, name: str) -> Any:
+        return next(replica.engine for replica in self._sync.replicas if replica.name == name)
 
     def do_fresh(self, command: Mapping[str, Any]) -> None:
         self._engines = [replica.engine for replica in self._sync.replicas]

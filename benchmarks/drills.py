@@ -266,6 +266,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(words: list[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers lead process groups of their own and must be ended
     what, options = words[0], dict(word.split("=", 1) for word in words[1:])
     folder = Path(tempfile.mkdtemp(prefix="weight-sync-drills-"))
     output, only = options.pop("output", ""), options.pop("only", "")

@@ -27,8 +27,8 @@ from weight_sync.ids import Deadline
 _POLL = 0.25
 
 _IDLE = 1.0
-"""Seconds that an unused connection is kept. The engines' servers (uvicorn) close theirs after 5, as httpx would: a request that
-is sent at that moment is lost, and a sync with it."""
+"""Seconds that an unused connection is kept. The engines' servers (uvicorn) close theirs after 5, as httpx would: a request
+that is sent at that moment is lost, and a sync with it."""
 
 
 @dataclass(slots=True)
