@@ -187,8 +187,12 @@ def _turns(plan: Plan, rows: Ints) -> Ints:
     first = np.flatnonzero(np.append(True, np.diff(pair[order]) != 0))
     sent = np.empty_like(before)
     sent[order] = before - np.repeat(before[first], np.diff(np.append(first, len(rows))))
-    # Each destination begins with another sender, or all would wait for the same few.
-    return rows[np.lexsort(((source - plan.target_rank[rows]) % plan.source_world, sent))]
+    # Destinations begin with different senders, or all would wait for the same few. Which one follows from the boxes that a
+    # destination receives, not from its rank: an engine that stays must not unpack in another order when another one leaves.
+    box = (plan.tensor + 1) * 1_000_003 + (plan.offset * (np.arange(plan.offset.shape[1]) + 31)).sum(axis=1)
+    first_sender = np.zeros(plan.target_world, np.int64)
+    np.add.at(first_sender, plan.target_rank, box)
+    return rows[np.lexsort(((source - first_sender[plan.target_rank[rows]]) % plan.source_world, sent))]
 
 
 def _seconds(nbytes: Ints, runs: Ints, source_whole: Ints, target_whole: Ints, costs: CostModel) -> tuple[Floats, Floats]:

@@ -92,8 +92,10 @@ def grow(
 
 def shrink(trainers: TrainerGroup, connection: Connection, place: int, controller: str, deadline: Deadline) -> Connection:
     """The connection without the engine at `place`; not with its last one."""
-    change = {"drop": place, "width": connection.dims.engine_world}
+    width = connection.dims.engine_world
+    change = {"drop": place, "width": width}
     schedule = _extended(trainers, connection, change, controller, deadline)
+    _unchanged(connection.schedule, schedule, range(place * width, (place + 1) * width))
 
     def without(items: tuple[Any, ...]) -> tuple[Any, ...]:
         return items[:place] + items[place + 1 :]
@@ -125,15 +127,18 @@ def _extended(
     return schedule
 
 
-def _unchanged(before: Schedule, after: Schedule) -> None:
-    """Engines that were there are told nothing, so their transfers must travel and be unpacked as they were told."""
-    ranks = range(before.plan.target_world)
+def _unchanged(before: Schedule, after: Schedule, gone: range = range(0)) -> None:
+    """Engines that stay are told nothing, so their transfers must travel and be unpacked as they were told.
+
+    gone: rollout ranks of `before` that `after` has no more; those behind them have moved up.
+    """
+    now = {rank: rank - len(gone) * (rank >= gone.stop) for rank in range(before.plan.target_world) if rank not in gone}
 
     def staged(schedule: Schedule, rank: int) -> list[tuple[Any, ...]]:
         row = {row: i for i, row in enumerate(schedule.plan.rows_to(rank).tolist())}
         return [(row[p.row], p.at, p.shape, p.round, p.stage) for p in schedule.unpacked.get(rank, ())]
 
-    if changed := [rank for rank in ranks if staged(before, rank) != staged(after, rank)]:
+    if changed := [rank for rank in now if staged(before, rank) != staged(after, now[rank])]:
         raise PlanError(f"extending the plan changed how transfers to rollout ranks {changed} are staged")
 
 
