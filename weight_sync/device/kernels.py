@@ -1,6 +1,6 @@
 """Triton kernels for live parameters on a GPU: digest or copy thousands of strided regions in one launch.
 
-A launch is described by tables of int64 in device memory, one row for each region (`Region`), and by a list of blocks: which
+A launch is described by tables of int64 in device memory, one row for each region (`Tables`), and by a list of blocks: which
 region a program works on and from which word. So one launch serves regions of any number and size, and nothing is launched for
 each tensor. Imported only where there is CUDA (or TRITON_INTERPRET=1 in the tests).
 """
@@ -14,10 +14,6 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from weight_sync.device.lanes import GOLDEN, MIX_1, MIX_2
-
-COLUMNS = 7
-"""Of a region's row: base address, words of one run, runs of the inner loop, byte strides of the outer and the inner loop,
-words in all, and (digest only) the position of its first word in what is digested."""
 
 BLOCK = 1024
 LOOPS = 8

@@ -93,6 +93,9 @@ def _cut(box: Box) -> list[Box]:
 class Tables:
     """Boxes ready for a launch: table [rows, 7] int64, owner [rows] (which box a row belongs to), word (bytes).
 
+    A row: base address, words of one run, runs of the inner loop, byte strides of the outer and the inner loop, words in all,
+    and (digests only) the position of its first word in what is digested.
+
     word: 8 if every box allows it, else the largest that all do; given: that one, which every box must allow. Raises ValueError
     for a box of 2^31 words or more.
     """

@@ -38,7 +38,6 @@ class Bound:
         self._strided, self._batch_bytes, self._kind = transport.strided, transport.batch_bytes, digest
         plan = schedule.plan
         self.rows = plan.rows_from(rank)
-        self.nbytes = int(plan.nbytes[self.rows].sum())
         mine = {row: i for i, row in enumerate(self.rows.tolist())}
         self.pieces: list[list[Piece]] = [[] for _ in range(schedule.rounds)]
         for piece in schedule.pieces:
