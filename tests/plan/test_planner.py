@@ -132,8 +132,8 @@ def test_every_column_host_and_parameter_is_in_the_digest():
         lambda data: data.update(digest="0"),
         lambda data: data.pop("digest"),
         lambda data: data.update(format="weight_sync.plan/1"),
-        lambda data: data["catalog"][0].update(shape=[1, 2]),
-        lambda data: data["catalog"][0].pop("dtype"),
+        lambda data: data["catalog"]["patterns"][0].update(shape=[1, 2]),
+        lambda data: data["catalog"]["patterns"][0].pop("dtype"),
     ],
 )
 def test_a_damaged_file_is_one_plan_error(damage):

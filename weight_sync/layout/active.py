@@ -49,6 +49,9 @@ def active_rules(model: Model, convention: Convention, symbols: Mapping[str, int
                     raise FamilyError(f"{convention.origin}: {name} is placed by two rules, {label} and {other}")
     left: list[str] = []
     for name, index in known.items():
+        made = model.catalog.patterns[index].made
+        if made is not None and made.base != name:
+            continue  # follows the weight that it is made of
         wanted = model.catalog.patterns[index].layers
         covered = {layer for _, layers in spoken.get(name, []) for layer in layers}
         uncovered = sorted(set((-1,) if wanted is None else wanted) - covered)

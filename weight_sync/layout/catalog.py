@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from weight_sync.errors import FamilyError, listed
 
@@ -23,14 +24,35 @@ _PLACEHOLDER = re.compile(r"\{(.*?)\}")
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that is made of a weight: element i stands for block i of it, and its first element for the block's first.
+
+    base: the weight's template. part: what a quantisation scheme calls it ("values", "scales"). block: elements of the weight
+    in each dim. group: those over which the largest magnitude is taken. dtype: the tensor's own. layers: where it is made,
+    None: without {l}; in other layers a pattern that is its own base holds the weight as it is.
+    """
+
+    base: str
+    part: str
+    block: tuple[int, ...]
+    group: tuple[int, ...]
+    dtype: str
+    layers: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Pattern:
-    """Tensors that differ only in layer and expert. layers: global indices; None: no {l}. experts: count; 0: no {e}."""
+    """Tensors that differ only in layer and expert. layers: global indices; None: no {l}. experts: count; 0: no {e}.
+
+    made: of what, where a tensor is not held by the trainer but made on the way (layout/emitted.py).
+    """
 
     template: str
     shape: tuple[int, ...]
     dtype: str
     layers: tuple[int, ...] | None = None
     experts: int = 0
+    made: Made | None = None
 
     @property
     def count(self) -> int:
@@ -56,9 +78,13 @@ def placeholders(template: str) -> set[str]:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All HF tensors of a model, in declaration order. Shapes are global, in elements."""
+    """All HF tensors of a model, in declaration order. Shapes are global, in elements.
+
+    scheme: how `made` tensors are made, as JSON (weight_sync.quant.scheme); "" where there are none.
+    """
 
     patterns: tuple[Pattern, ...]
+    scheme: str = ""
     first: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,11 +132,60 @@ class Catalog:
         return sorted({name for name in names if name in seen or seen.add(name)})
 
     @cached_property
-    def shapes(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def shapes(self) -> NDArray[np.int64]:
         """[tensors, ndim] int64; missing dims are 1."""
         rows = [list(p.shape) + [1] * (self.ndim - len(p.shape)) for p in self.patterns]
         table = np.asarray(rows, np.int64).reshape(len(self.patterns), self.ndim)
         return np.repeat(table, [p.count for p in self.patterns], axis=0)
+
+    def dtype_of(self, tensor: int) -> str:
+        """The tensor's dtype in the checkpoint that an engine loads; `pattern.dtype` is the trainer's."""
+        pattern = self.pattern_of(tensor)
+        return pattern.made.dtype if pattern.made is not None and self.is_made[tensor] else pattern.dtype
+
+    @cached_property
+    def is_made(self) -> NDArray[np.bool_]:
+        """[tensors]: which are made of a weight."""
+        return self._made[0]
+
+    @cached_property
+    def base(self) -> NDArray[np.int64]:
+        """[tensors]: id of the weight that a tensor is made of; its own id where it is not made, or takes its place."""
+        return self._made[1]
+
+    @cached_property
+    def block(self) -> NDArray[np.int64]:
+        """[tensors, ndim]: elements of the weight that one element stands for; 1 where it is not made."""
+        return self._made[2]
+
+    @cached_property
+    def leads(self) -> NDArray[np.bool_]:
+        """[tensors]: all but those that go with the values of the same weight (scales): a sender is chosen for the values."""
+        return self._made[3]
+
+    @cached_property
+    def _made(self) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        made = np.zeros(len(self), np.bool_)
+        base = np.arange(len(self), dtype=np.int64)
+        block = np.ones((len(self), self.ndim), np.int64)
+        leads = np.ones(len(self), np.bool_)
+        for first, p in zip(self.first, self.patterns, strict=True):
+            if p.made is None:
+                continue
+            each = max(p.experts, 1)
+            of = self.by_template[p.made.base]
+            home = self.patterns[of]
+            layers: tuple[int | None, ...] = p.layers if p.layers is not None else (None,)
+            for i, layer in enumerate(layers):
+                if layer is not None and p.made.layers is not None and layer not in p.made.layers:
+                    continue
+                at = 0 if layer is None or home.layers is None else home.layers.index(layer)
+                rows = slice(first + i * each, first + (i + 1) * each)
+                made[rows] = True
+                base[rows] = self.first[of] + at * each + np.arange(each)
+                block[rows, : len(p.made.block)] = p.made.block
+                leads[rows] = p.made.part == "values"
+        return made, base, block, leads
 
     @cached_property
     def digest(self) -> str:
@@ -118,31 +193,34 @@ class Catalog:
         hasher = xxhash.xxh3_128()
         for p in self.patterns:
             hasher.update(repr((p.template, p.shape, p.layers, p.experts)).encode())
+            if p.made is not None:
+                hasher.update(repr(p.made).encode())
+        hasher.update(self.scheme.encode())
         return hasher.hexdigest()
 
-    def to_json(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "template": p.template,
-                "shape": list(p.shape),
-                "dtype": p.dtype,
-                "layers": None if p.layers is None else list(p.layers),
-                "experts": p.experts,
-            }
-            for p in self.patterns
-        ]
+    def to_json(self) -> dict[str, Any]:
+        return {"scheme": self.scheme, "patterns": [asdict(p) for p in self.patterns]}
 
     @classmethod
-    def from_json(cls, data: Sequence[dict[str, Any]]) -> Catalog:
-        return cls(
-            tuple(
-                Pattern(
-                    d["template"],
-                    tuple(d["shape"]),
-                    d["dtype"],
-                    None if d["layers"] is None else tuple(d["layers"]),
-                    d["experts"],
-                )
-                for d in data
-            )
-        )
+    def from_json(cls, data: Mapping[str, Any]) -> Catalog:
+        return cls(tuple(_pattern(item) for item in data["patterns"]), data["scheme"])
+
+
+def _pattern(data: Mapping[str, Any]) -> Pattern:
+    made = data["made"]
+    return Pattern(
+        data["template"],
+        tuple(data["shape"]),
+        data["dtype"],
+        _layers(data["layers"]),
+        data["experts"],
+        None
+        if made is None
+        else Made(
+            made["base"], made["part"], tuple(made["block"]), tuple(made["group"]), made["dtype"], _layers(made["layers"])
+        ),
+    )
+
+
+def _layers(value: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)

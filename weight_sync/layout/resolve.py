@@ -7,7 +7,7 @@ parameters, not with Python objects for each shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -18,6 +18,7 @@ from weight_sync.errors import FamilyError, ParallelError, listed
 from weight_sync.layout.active import active_rules, rule_layers
 from weight_sync.layout.catalog import Catalog, Pattern, fill
 from weight_sync.layout.check import check_rule
+from weight_sync.layout.emitted import Emitter
 from weight_sync.layout.expr import evaluate
 from weight_sync.layout.family import Convention, Model
 from weight_sync.layout.parallel import Dims
@@ -40,6 +41,7 @@ class _Block:
     dtype: str
     filling: int
     cast_from: str
+    part: str
     tensor: Ints
     param: Ints
     offset: Ints
@@ -70,9 +72,14 @@ def dropped_names(model: Model, convention: Convention, dims: Dims, side: str, *
         if isinstance(rule, Drop):
             layers = rule_layers(model, rule, f"{convention.origin}, rule {label}")
             template = sources(rule)[0].hf
-            experts = model.catalog.patterns[model.catalog.by_template[template]].experts
-            result += (fill(template, l=l, e=e) for l in (layers or (0,)) for e in range(max(experts, 1)))  # noqa: E741
-    return tuple(result)
+            for pattern in model.catalog.patterns:
+                made = pattern.made
+                if pattern.template != template and (made is None or made.base != template):
+                    continue
+                here = layers if made is None or made.base == pattern.template else pattern.layers
+                kept = [layer for layer in layers or (0,) if here is None or layer in here]
+                result += (fill(pattern.template, l=l, e=e) for l in kept for e in range(max(pattern.experts, 1)))  # noqa: E741
+    return tuple(dict.fromkeys(result))
 
 
 def computed_names(model: Model, convention: Convention, dims: Dims, side: str, **symbols: int) -> dict[str, str]:
@@ -130,6 +137,8 @@ def resolve_part(
     names = symbols_of(model, convention, dims, side, symbols)
     rules = {label: rule for label, rule in active_rules(model, convention, names).items() if not isinstance(rule, Drop)}
     worker = _Resolver(model, convention, dims, side, names, Cutter(model.catalog, names, dims.sizes, side), wanted)
+    if convention.shared and model.catalog.scheme:  # an engine's; a trainer holds the weights themselves
+        worker.emitter = Emitter(model.catalog, side)
     for label, rule in rules.items():
         check_rule(rule, worker.where(label), model.catalog, names, dims.coords(0))
     params: list[Param] = []
@@ -137,12 +146,14 @@ def resolve_part(
     firsts: list[int] = []
     for rank in range(dims.world) if ranks is None else sorted(ranks):
         coords = dims.coords(rank)
-        mine = [(label, block) for label, rule in rules.items() if (block := worker.block(coords, label, rule)) is not None]
+        mine = [(label, block) for label, rule in rules.items() for block in worker.block(coords, label, rule)]
         _distinct(side, rank, mine)
         for _, block in mine:
             blocks.append(block)
             firsts.append(len(params))
-            params += [Param(rank, n, block.shape, block.dtype, block.filling, block.cast_from) for n in block.names]
+            params += [
+                Param(rank, n, block.shape, block.dtype, block.filling, block.cast_from, block.part) for n in block.names
+            ]
     d = model.catalog.ndim
     if not blocks:
         none, wide = np.zeros(0, np.int64), np.zeros((0, d), np.int64)
@@ -183,25 +194,26 @@ class _Resolver:
     cutter: Cutter
     wanted: NDArray[np.bool_] | None = None
     locals: dict[tuple[str, tuple[int, ...]], Local] = field(default_factory=dict[tuple[str, tuple[int, ...]], Local])
-    blocks: dict[tuple[str, tuple[int, ...], int, range], _Block | None] = field(
-        default_factory=dict[tuple[str, tuple[int, ...], int, range], _Block | None]
+    blocks: dict[tuple[str, tuple[int, ...], int, range], tuple[_Block, ...]] = field(
+        default_factory=dict[tuple[str, tuple[int, ...], int, range], tuple[_Block, ...]]
     )
+    emitter: Emitter | None = None
 
     def where(self, label: str) -> str:
         return f"{self.convention.origin}, rule {label}"
 
-    def block(self, coords: Mapping[str, int], label: str, rule: ParamRule) -> _Block | None:
-        """What one rule gives on the ranks with these coordinates; None when they hold nothing of it."""
+    def block(self, coords: Mapping[str, int], label: str, rule: ParamRule) -> tuple[_Block, ...]:
+        """What one rule gives on the ranks with these coordinates: more than one where weights become several tensors."""
         pattern = self.model.catalog.patterns[self.model.catalog.by_template[sources(rule)[0].hf]]
         experts = self._experts(rule, pattern, coords, self.where(label))
         split = tuple(coords[axis] for axis, placement in rule.place.items() if isinstance(placement, Split))
         key = (label, split, coords["pp"], experts)
         if key not in self.blocks:
             held = [item for item in self._held(rule, coords, self.where(label)) if self._wanted(rule, item[2])]
-            self.blocks[key] = self._filled(label, rule, pattern, coords, split, held, experts) if held else None
+            self.blocks[key] = tuple(self._blocks(label, rule, pattern, coords, split, held, experts)) if held else ()
         return self.blocks[key]
 
-    def _filled(
+    def _blocks(
         self,
         label: str,
         rule: ParamRule,
@@ -210,21 +222,50 @@ class _Resolver:
         split: tuple[int, ...],
         held: list[_Held],
         experts: range,
-    ) -> _Block:
+    ) -> Iterator[_Block]:
         local = self.locals.get((label, split))
         if local is None:
             local = self.locals[label, split] = self.cutter.local(rule, coords, self.where(label))
+        dtype, cast_from = _dtypes(self.model, self.convention, rule, pattern)
+        templates = tuple(part.hf for part in sources(rule))
+        where, emitted = self.where(label), ()
+        if self.emitter is not None:
+            layers = self.emitter.layers(templates, where)
+            emitted = held if layers is None else [item for item in held if item[2] in layers]
+        plain = [item for item in held if item not in emitted] if emitted else held
+        if plain:
+            yield self._filled(rule, rule.param, local, plain, experts, dtype, cast_from, "")
+        if emitted and self.emitter is not None:
+            cuts = [axis for axis, place in rule.place.items() if isinstance(place, Split)]
+            axes = ", ".join(f"{axis}={self.dims.sizes[axis]}" for axis in cuts)
+            for part, names in self.emitter.parts(templates):
+                made = part.made
+                assert made is not None
+                divided = self.emitter.local(local, part, names, axes or "whole on every rank", where)
+                param = rule.param + part.template.removeprefix(made.base)
+                yield self._filled(rule, param, divided, list(emitted), experts, made.dtype, "", made.part)
+
+    def _filled(
+        self,
+        rule: ParamRule,
+        param: str,
+        local: Local,
+        held: list[_Held],
+        experts: range,
+        dtype: str,
+        cast_from: str,
+        part: str,
+    ) -> _Block:
         stacked = isinstance(rule, Stack)
         names = tuple(
-            (f"vp{chunk}." if chunk is not None else "") + fill(rule.param, l=layer, n=n, e=expert, i=i)
+            (f"vp{chunk}." if chunk is not None else "") + fill(param, l=layer, n=n, e=expert, i=i)
             for chunk, n, layer in held
             for i, expert in enumerate(experts[:1] if stacked else experts)
         )
         columns = _columns(self.model.catalog, rule, local, held, experts)
         copies = len(experts) if stacked else 1
         shape = (copies, *local.shape) if stacked else local.shape
-        dtype, cast_from = _dtypes(self.model, self.convention, rule, pattern)
-        return _Block(names, shape, dtype, local.filling * copies, cast_from, *columns)
+        return _Block(names, shape, dtype, local.filling * copies, cast_from, part, *columns)
 
     def _wanted(self, rule: ParamRule, layer: int) -> bool:
         """Whether any tensor that the rule speaks of is wanted in this layer (of experts, any)."""

@@ -30,7 +30,8 @@ class Param:
     """One physical parameter of one rank.
 
     filling: elements no HF tensor covers (vocab padding), never written. cast_from: the HF dtype that the parameter's rule
-    declares its values to be cast from; "" where HF bytes are simply placed.
+    declares its values to be cast from; "" where HF bytes are simply placed. part: of what weights become, which one it holds
+    ("values", "scales"; layout/emitted.py); "" where it holds HF tensors of the trainer.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Param:
     dtype: str
     filling: int = 0
     cast_from: str = ""
+    part: str = ""
 
     @property
     def numel(self) -> int:
@@ -47,16 +49,16 @@ class Param:
 
 def digest_text(params: Sequence[Param]) -> bytes:
     """What a digest takes of parameters: their number, then everything they hold."""
-    lines = [f"{p.rank} {p.name} {p.shape} {p.dtype} {p.filling} {p.cast_from}" for p in params]
+    lines = [f"{p.rank} {p.name} {p.shape} {p.dtype} {p.filling} {p.cast_from} {p.part}" for p in params]
     return "\n".join([str(len(lines)), *lines, ""]).encode()
 
 
 def params_to_json(params: Sequence[Param]) -> list[list[Any]]:
-    return [[p.rank, p.name, list(p.shape), p.dtype, p.filling, p.cast_from] for p in params]
+    return [[p.rank, p.name, list(p.shape), p.dtype, p.filling, p.cast_from, p.part] for p in params]
 
 
 def params_from_json(data: Sequence[Sequence[Any]]) -> tuple[Param, ...]:
-    return tuple(Param(r, n, tuple(s), d, f, c) for r, n, s, d, f, c in data)
+    return tuple(Param(r, n, tuple(s), d, f, c, q) for r, n, s, d, f, c, q in data)
 
 
 @dataclass(frozen=True, slots=True)

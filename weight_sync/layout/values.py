@@ -22,6 +22,9 @@ REFUSED: dict[str, str] = {
 CASTS: frozenset[tuple[str, str]] = frozenset({("bfloat16", "float32"), ("float32", "bfloat16")})
 """(from, to). To float32 is exact; to bfloat16 rounds to nearest, ties to even, as torch's Tensor.to() does."""
 
+QUANTISED_FROM: tuple[str, ...] = ("bfloat16", "float32")
+"""Dtypes of a trainer's weights that quantisation schemes take (weight_sync.quant)."""
+
 
 def cast_text(source: str, target: str) -> str:
     """The words for a cast. The recorder says the same of what it sees an engine's loader do."""

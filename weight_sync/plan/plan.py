@@ -20,7 +20,7 @@ from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.catalog import Catalog
 from weight_sync.layout.table import Bools, Ints, Layout, Param, digest_text, params_from_json, params_to_json
 
-FORMAT = "weight_sync.plan/2"
+FORMAT = "weight_sync.plan/3"
 COLUMNS = ("tensor", "offset", "shape", "source", "source_start", "source_strides", "target", "target_start", "target_strides")
 
 
@@ -72,6 +72,16 @@ class Plan:
         return sizes[self.target]
 
     @cached_property
+    def made(self) -> Bools:
+        """Which transfers are made of a weight on their way: quantised values and their scales (layout/emitted.py)."""
+        return np.fromiter((bool(p.part) for p in self.target_params), np.bool_, len(self.target_params))[self.target]
+
+    @cached_property
+    def computed(self) -> Bools:
+        """Which transfers do not arrive as they lie in the source: cast, or made of a weight."""
+        return self.casts | self.made
+
+    @cached_property
     def casts(self) -> Bools:
         """Which transfers are cast on their way, from the source parameter's dtype to the destination parameter's."""
         index = {name: i for i, name in enumerate({p.dtype for p in (*self.source_params, *self.target_params)})}
@@ -79,7 +89,7 @@ class Plan:
             np.fromiter((index[p.dtype] for p in params), np.int64, len(params))
             for params in (self.source_params, self.target_params)
         )
-        return source[self.source] != target[self.target]
+        return (source[self.source] != target[self.target]) & ~self.made
 
     def dtypes(self, row: int) -> tuple[str, str]:
         """Dtype at the source and at the destination of a transfer."""

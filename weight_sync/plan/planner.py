@@ -7,14 +7,15 @@ numpy, and the result is spread over all destination shards again. Equal inputs 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from heapq import heapify, heapreplace
 
 import numpy as np
 
 from weight_sync.errors import PlanError, listed
 from weight_sync.ids import ITEMSIZE
-from weight_sync.layout.table import Ints, Layout
-from weight_sync.layout.values import CASTS, legal_casts
+from weight_sync.layout.table import Bools, Ints, Layout
+from weight_sync.layout.values import CASTS, QUANTISED_FROM, legal_casts
 from weight_sync.plan.boxes import Boxes, Holders, distinct_boxes, holders
 from weight_sync.plan.plan import Plan, same_inputs
 
@@ -35,23 +36,31 @@ def make_plan(
     """
     same_inputs(source, target)
     _legal_dtypes(source, target)
-    held, dst = holders(source, distinct_boxes(source)), distinct_boxes(target)
+    wanted = weights_of(target)
+    held, dst = holders(source, distinct_boxes(source)), distinct_boxes(wanted)
     pair_dst, pair_src, low, size = join(held.boxes, dst)
-    _covered(target, dst, pair_dst, size)
+    _covered(wanted, dst, pair_dst, size)
 
     # Spread pairs (sorted by distinct destination box) over every destination shard that has that box.
     first = np.searchsorted(pair_dst, np.arange(len(dst.tensor) + 1))
     count = (first[1:] - first[:-1])[dst.group]
     shard = np.repeat(np.arange(len(target.tensor)), count)
     pair = np.arange(len(shard)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first[:-1][dst.group], count)
+    # An element of a made tensor goes with the source that holds the first element of its block.
+    block = source.catalog.block[target.tensor[shard]]
+    offset = -(-low[pair] // block)
+    shape = -(-(low[pair] + size[pair]) // block) - offset
+    if len(empty := np.flatnonzero((shape < 1).any(axis=1))):
+        keep = np.setdiff1d(np.arange(len(shard)), empty)
+        shard, pair, block, offset, shape = shard[keep], pair[keep], block[keep], offset[keep], shape[keep]
 
     hosts = _hosts(source_hosts, source.world, "trainer"), _hosts(target_hosts, target.world, "rollout")
-    nbytes = size[pair].prod(axis=1) * _itemsizes(target)[target.param[shard]]
-    row = choose(source, target.rank[shard], pair_src[pair], held, nbytes, *hosts, avoid=avoid)
+    nbytes = shape.prod(axis=1) * _itemsizes(target)[target.param[shard]]
+    leads = source.catalog.leads[target.tensor[shard]]
+    row = _choose_together(source, target.rank[shard], pair_src[pair], pair, leads, held, nbytes, *hosts, avoid=avoid)
 
     order = np.lexsort((target.start[shard], target.param[shard], source.rank[row]))
-    shard, row, pair = shard[order], row[order], pair[order]
-    offset = low[pair]
+    shard, row, block, offset, shape = shard[order], row[order], block[order], offset[order], shape[order]
     return Plan(
         catalog=source.catalog,
         source_params=source.params,
@@ -62,14 +71,58 @@ def make_plan(
         target_hosts=tuple(hosts[1]),
         tensor=target.tensor[shard],
         offset=offset,
-        shape=size[pair],
+        shape=shape,
         source=source.param[row],
-        source_start=source.start[row] + ((offset - source.offset[row]) * source.strides[row]).sum(axis=1),
-        source_strides=source.strides[row],
+        source_start=source.start[row] + ((offset * block - source.offset[row]) * source.strides[row]).sum(axis=1),
+        source_strides=source.strides[row] * block,
         target=target.param[shard],
         target_start=target.start[shard] + ((offset - target.offset[shard]) * target.strides[shard]).sum(axis=1),
         target_strides=target.strides[shard],
     )
+
+
+def weights_of(target: Layout) -> Layout:
+    """The rollout's shards as boxes of the weights that their tensors are made of (layout/emitted.py)."""
+    catalog = target.catalog
+    if not catalog.scheme:
+        return target
+    block, tensor = catalog.block[target.tensor], catalog.base[target.tensor]
+    offset = target.offset * block
+    return replace(
+        target, tensor=tensor, offset=offset, shape=np.minimum(target.shape * block, catalog.shapes[tensor] - offset)
+    )
+
+
+def _choose_together(
+    source: Layout,
+    target_rank: Ints,
+    box: Ints,
+    pair: Ints,
+    leads: Bools,
+    held: Holders,
+    nbytes: Ints,
+    *hosts: list[str],
+    avoid: Sequence[int],
+) -> Ints:
+    """As choose(), but scales come from the rank that sends the values of the same overlap to the same destination.
+
+    pair: the overlap that each transfer is of, box: the source's side of it.
+    """
+    if leads.all():
+        return choose(source, target_rank, box, held, nbytes, *hosts, avoid=avoid)
+    row = np.empty_like(box)
+    first, rest = np.flatnonzero(leads), np.flatnonzero(~leads)
+    row[first] = choose(source, target_rank[first], box[first], held, nbytes[first], *hosts, avoid=avoid)
+    key = target_rank * (int(pair.max(initial=0)) + 1) + pair
+    order = first[np.argsort(key[first], kind="stable")]
+    at = np.minimum(np.searchsorted(key[order], key[rest]), len(order) - 1)
+    found = key[order[at]] == key[rest]
+    row[rest[found]] = row[order[at[found]]]
+    # A scale over a whole dim of which this destination gets no values from here: from whoever sends them to another one.
+    alone = rest[~found]
+    order = first[np.argsort(box[first], kind="stable")]
+    row[alone] = row[order[np.searchsorted(box[order], box[alone])]]
+    return row
 
 
 def _itemsizes(layout: Layout) -> Ints:
@@ -85,17 +138,20 @@ def _hosts(hosts: Sequence[str], world: int, side: str) -> list[str]:
 def _legal_dtypes(source: Layout, target: Layout) -> None:
     """A tensor has one dtype on the trainer, and on the rollout that one or another that a rule declares as a cast.
 
-    Declared is a cast from the HF tensor's dtype: by the rollout's rule, where the trainer holds the HF dtype, or by the
-    trainer's, where the rollout does. Nothing is guessed, and no value goes through two casts.
+    What is made of a weight has the dtype of its scheme, and the weight must have one that schemes take. Declared is a cast
+    from the HF tensor's dtype: by the rollout's rule, where the trainer holds the HF dtype, or by the trainer's, where the
+    rollout does. Nothing is guessed, and no value goes through two casts.
     """
-    kinds = sorted({(p.dtype, p.cast_from) for layout in (source, target) for p in layout.params})
+    kinds = sorted({(p.dtype, p.cast_from) for layout in (source, target) for p in layout.params if not p.part})
+    _legal_weights(source)
     if len({dtype for dtype, _ in kinds}) < 2:
         return
     index = {kind: i for i, kind in enumerate(kinds)}
     held = np.zeros((2, len(kinds), len(source.catalog)), np.bool_)
     for side, layout in enumerate((source, target)):
-        kind = np.fromiter((index[p.dtype, p.cast_from] for p in layout.params), np.int64, len(layout.params))
-        held[side, kind[layout.param], layout.tensor] = True
+        kind = np.fromiter((index.get((p.dtype, p.cast_from), -1) for p in layout.params), np.int64, len(layout.params))
+        plain = np.flatnonzero(kind[layout.param] >= 0)
+        held[side, kind[layout.param[plain]], layout.tensor[plain]] = True
     legal = np.asarray([[_legal(a, b) for b in kinds] for a in kinds], np.bool_)
     here, there = held
     dtypes = sorted({dtype for dtype, _ in kinds})
@@ -121,6 +177,20 @@ def _legal_dtypes(source: Layout, target: Layout) -> None:
             + "; give both sides one dtype, or declare the cast from the HF tensor's dtype in the rule that places the tensor: "
             f"`dtype: float32` and `value: cast`, for example (legal: {legal_casts()})" + whole
         )
+
+
+def _legal_weights(source: Layout) -> None:
+    catalog = source.catalog
+    if not catalog.scheme:
+        return
+    weights = np.isin(source.tensor, np.unique(catalog.base[catalog.is_made]))
+    taken: list[int] = np.unique(source.param[weights]).tolist()
+    wrong = [source.params[i] for i in taken if source.params[i].dtype not in QUANTISED_FROM]
+    if wrong:
+        raise PlanError(
+            "weights to be quantised must be one of " + ", ".join(QUANTISED_FROM) + " on the trainer: "
+            + listed(f"trainer rank {p.rank} {p.name} is {p.dtype}" for p in wrong)
+        )  # fmt: skip
 
 
 def _legal(source: tuple[str, str], target: tuple[str, str]) -> bool:

@@ -1,7 +1,8 @@
 """Exact-once: every destination element is written once, every HF tensor is used or dropped with a reason.
 
 The proof shares no code with the planner. Of the plan alone it shows that the transfers tile every destination parameter, stay
-inside every source parameter, keep dtypes or are casts that a rule declares, and use every element of every HF tensor. Given
+inside every source parameter, keep dtypes or are casts that a rule declares or parts of a quantised weight (of which nobody
+gets some without the others), and use every element of every HF tensor. Given
 the layouts as well, it also shows that each transfer reads and writes what the layouts say lies there: that the right elements
 arrive, not just some elements. It runs on every plan, in tests and before every binding.
 """
@@ -33,6 +34,7 @@ def prove_exact_once(
     _dtypes(plan)
     _tiled(plan)
     _used(plan, dropped)
+    _whole_sets(plan)
     if source is not None:
         _as_laid_out(plan, Side.TRAINER, source)
     if target is not None:
@@ -86,7 +88,16 @@ def _dtypes(plan: Plan) -> None:
         for params, column in ((plan.source_params, plan.source), (plan.target_params, plan.target))
     )
     problems: list[str] = []
-    for i in np.flatnonzero(a != b).tolist():
+    made = plan.catalog.is_made[plan.tensor]
+    for i in np.flatnonzero(plan.made).tolist():
+        want, tensor = plan.target_params[int(plan.target[i])], int(plan.tensor[i])
+        recipe = plan.catalog.pattern_of(tensor).made
+        if not made[i] or recipe is None or (want.dtype, want.part) != (recipe.dtype, recipe.part):
+            problems.append(f"{_where(plan, i)}: would be written as {want.part} of {want.dtype}, which it does not become")
+    problems += [
+        f"{_where(plan, i)}: a quantised tensor in a plain parameter" for i in np.flatnonzero(made & ~plan.made).tolist()
+    ]
+    for i in np.flatnonzero((a != b) & ~plan.made).tolist():
         have, want = plan.source_params[int(plan.source[i])], plan.target_params[int(plan.target[i])]
         stored = plan.catalog.pattern_of(int(plan.tensor[i])).dtype
         by_rollout = have.dtype == stored == want.cast_from
@@ -163,16 +174,43 @@ def _used(plan: Plan, dropped: Iterable[str]) -> None:
         seen.add(key)
     if partly:
         raise PlanError(f"HF tensors of which some elements go nowhere: {listed(partly)}")
+    # A weight that other tensors are made of is used as they are; each of them is looked at by itself.
+    made: Ints = np.flatnonzero(plan.catalog.is_made)
+    np.maximum.at(used, plan.catalog.base[made], used[made])
     excused: set[int] = set()
     for name in dropped:
         if name not in plan.catalog.ids:
             raise PlanError(f"said to be dropped, but no tensor of this model: {name}")
         excused.add(plan.catalog.ids[name])
+    excused |= set(plan.catalog.base[made[np.isin(made, sorted(excused))]].tolist())
     if both := [plan.catalog.name(t) for t in sorted(excused) if used[t]]:
         raise PlanError(f"HF tensors that are said to be dropped, but are sent: {listed(both)}")
     unused = [t for t in np.flatnonzero(used == 0).tolist() if t not in excused]
     if unused:
         raise PlanError(f"HF tensors that no transfer uses and no rule drops: {listed(map(plan.catalog.name, unused))}")
+
+
+def _whole_sets(plan: Plan) -> None:
+    """Whoever gets some of what a weight becomes, gets all of it: values for all its scales, scales for all its values."""
+    rows = np.flatnonzero(plan.made)
+    if not len(rows):
+        return
+    catalog = plan.catalog
+    tensor, block = plan.tensor[rows], catalog.block[plan.tensor[rows]]
+    base = catalog.base[tensor]
+    end = np.minimum((plan.offset[rows] + plan.shape[rows]) * block, catalog.shapes[base])
+    covered = (end - plan.offset[rows] * block).prod(axis=1)
+    keys, group = np.unique(plan.target_rank[rows] * len(catalog) + base, return_inverse=True)
+    parts = sorted({p.part for p in plan.target_params if p.part})
+    part_of = np.fromiter((parts.index(p.part) if p.part else -1 for p in plan.target_params), np.int64)[plan.target[rows]]
+    total = np.zeros((len(keys), len(parts)), np.int64)
+    np.add.at(total, (group, part_of), covered)
+    values = total[:, parts.index("values")] if "values" in parts else np.zeros(len(keys), np.int64)
+    # Scales over a whole dim speak for elements that other ranks hold, so they may cover more than the values here.
+    for i in np.flatnonzero((values == 0) | (total < values[:, None]).any(axis=1)).tolist():
+        rank, weight = divmod(int(keys[i]), len(catalog))
+        said = ", ".join(f"{part} for {int(n)}" for part, n in zip(parts, total[i], strict=True))
+        raise PlanError(f"not exact-once: rollout rank {rank} would get an incomplete {catalog.name(weight)}: {said} elements")
 
 
 def _as_laid_out(plan: Plan, side: Side, layout: Layout) -> None:
@@ -189,18 +227,24 @@ def _as_laid_out(plan: Plan, side: Side, layout: Layout) -> None:
         else (plan.target, plan.target_start, plan.target_strides)
     )
     size = len(plan.catalog)
+    tensor, offset, scale = plan.tensor, plan.offset, np.ones_like(plan.offset)
+    shape = plan.shape
+    if trainer:  # which holds weights, not what they become
+        scale = plan.catalog.block[tensor]
+        tensor, offset = plan.catalog.base[tensor], offset * scale
+        shape = (shape - 1) * scale + 1  # to the first element of the last block
     key = layout.param * size + layout.tensor
     order = np.argsort(key, kind="stable")
-    wanted = param * size + plan.tensor
+    wanted = param * size + tensor
     at = np.searchsorted(key[order], wanted)
     end = np.searchsorted(key[order], wanted, "right")
     rows = np.arange(len(plan))
     while len(rows := rows[at[rows] < end[rows]]):  # a parameter may hold several boxes of one tensor: try each
         shard = order[at[rows]]
-        within = plan.offset[rows] - layout.offset[shard]
-        fits = (within >= 0).all(axis=1) & (within + plan.shape[rows] <= layout.shape[shard]).all(axis=1)
+        within = offset[rows] - layout.offset[shard]
+        fits = (within >= 0).all(axis=1) & (within + shape[rows] <= layout.shape[shard]).all(axis=1)
         fits &= start[rows] == layout.start[shard] + (within * layout.strides[shard]).sum(axis=1)
-        fits &= ((strides[rows] == layout.strides[shard]) | (plan.shape[rows] == 1)).all(axis=1)
+        fits &= ((strides[rows] == layout.strides[shard] * scale[rows]) | (plan.shape[rows] == 1)).all(axis=1)
         end[rows[fits]] = -1  # found
         at[rows] += 1
     verb = "reads" if trainer else "writes"

@@ -5,8 +5,8 @@ cost more in messages than in bytes, and the transfer is packed at the source (i
 at the destination (if contiguous at the source), or both. Unpacking goes through a bounded staging buffer in rounds. The choice
 is made by the cost model, is part of the digest that all ranks compare, and is reported with its reason.
 
-A transfer that is cast is always packed at the source: its values are converted on the way into the source's staging buffer.
-What is staged, written, digested and counted are the converted bytes.
+A transfer that is cast or made of a weight (quantised) is always packed at the source: its values are computed on the way into
+the source's staging buffer. What is staged, written, digested and counted are the computed bytes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from weight_sync.layout.table import Ints
 from weight_sync.layout.values import cast_text
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.runs import inner_elements
+from weight_sync.plan.straddle import KEPT_FROM
 
 Floats = NDArray[np.float64]
 
@@ -128,9 +129,11 @@ class Schedule:
         """Why a transfer travels as it does, with the numbers."""
         direct, packed, runs, run_bytes = (int(x) if i > 1 else float(x) for i, x in enumerate(_costs(self, row)))
         method = Method(int(self.method[row]))
-        if self.plan.casts[row]:
+        if self.plan.computed[row]:
             also = "" if method is Method.PACK else ", unpacked at the destination"
-            return f"{cast_text(*self.plan.dtypes(row))} while it is packed at the source{also}"
+            part = self.plan.target_params[int(self.plan.target[row])].part
+            what = f"{part} made" if part else cast_text(*self.plan.dtypes(row))
+            return f"{what} while it is packed at the source{also}"
         if method is Method.DIRECT:
             return f"direct: {runs} run(s) of {run_bytes} bytes, {direct * 1e6:.0f} us against {packed * 1e6:.0f} us packed"
         where = {Method.PACK: "packed at the source", Method.UNPACK: "unpacked at the destination"}
@@ -153,13 +156,16 @@ def make_schedule(plan: Plan, costs: CostModel | None = None, budget: Budget | N
         [np.int64(Method.DIRECT), np.int64(Method.PACK), np.int64(Method.UNPACK)],
         np.int64(Method.BOTH),
     )
-    method = np.where(plan.casts, np.where(target_whole, np.int64(Method.PACK), np.int64(Method.BOTH)), method)
+    method = np.where(plan.computed, np.where(target_whole, np.int64(Method.PACK), np.int64(Method.BOTH)), method)
     pieces: list[Piece] = []
     cursor: dict[int, tuple[int, int]] = {}
+    steps = _steps(plan)
     for row in _turns(plan, np.flatnonzero(method != Method.DIRECT)).tolist():
         kind = Method(int(method[row]))
         itemsize, rank = int(plan.itemsize[row]), int(plan.target_rank[row])
-        for at, shape in _split(tuple(plan.shape[row].tolist()), budget.piece // itemsize):
+        step = steps.get(int(plan.tensor[row]))
+        phase = None if step is None else tuple((plan.offset[row] % step).tolist())
+        for at, shape in _split(tuple(plan.shape[row].tolist()), budget.piece // itemsize, step, phase):
             nbytes = prod(shape) * itemsize
             round_, stage = 0, 0
             if kind is not Method.PACK:
@@ -189,7 +195,8 @@ def _turns(plan: Plan, rows: Ints) -> Ints:
     sent[order] = before - np.repeat(before[first], np.diff(np.append(first, len(rows))))
     # Destinations begin with different senders, or all would wait for the same few. Which one follows from the boxes that a
     # destination receives, not from its rank: an engine that stays must not unpack in another order when another one leaves.
-    box = (plan.tensor + 1) * 1_000_003 + (plan.offset * (np.arange(plan.offset.shape[1]) + 31)).sum(axis=1)
+    weights = np.arange(31, 31 + plan.offset.shape[1], dtype=np.int64)
+    box: Ints = (plan.tensor + 1) * 1_000_003 + plan.offset @ weights
     first_sender = np.zeros(plan.target_world, np.int64)
     np.add.at(first_sender, plan.target_rank, box)
     return rows[np.lexsort(((source - first_sender[plan.target_rank[rows]]) % plan.source_world, sent))]
@@ -214,17 +221,39 @@ def _costs(schedule: Schedule, row: int) -> tuple[float, float, int, int]:
     return float(direct[0]), float(packed[0]), int(runs[0]), int(inner[0] * plan.itemsize[row])
 
 
-def _split(shape: tuple[int, ...], limit: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a box into (offset, shape) boxes of at most `limit` elements, along the outermost dims."""
+def _steps(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """Elements between which a made tensor may be cut, so that every group of its weight is in one piece."""
+    result: dict[int, tuple[int, ...]] = {}
+    ndim = plan.catalog.ndim
+    for tensor in np.unique(plan.tensor[plan.made]).tolist():
+        made = plan.catalog.pattern_of(tensor).made
+        if made is not None and prod(made.group) < KEPT_FROM:
+            step = tuple(max(1, g // b) for g, b in zip(made.group, made.block, strict=True))
+            result[tensor] = (*step, *(1,) * (ndim - len(step)))
+    return result
+
+
+def _split(
+    shape: tuple[int, ...], limit: int, step: tuple[int, ...] | None = None, phase: tuple[int, ...] | None = None
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a box into (offset, shape) boxes of at most `limit` elements, along the outermost dims.
+
+    step: cuts lie on multiples of it, counted from -phase; a box of one step may be larger than the limit.
+    """
     total = prod(shape)
-    if total <= limit:
+    unit, shift = step or (1,) * len(shape), phase or (0,) * len(shape)
+    d = next((i for i, size in enumerate(shape) if size > unit[i] - shift[i]), None)
+    if total <= limit or d is None:
         return [((0,) * len(shape), shape)]
-    d = next(i for i, size in enumerate(shape) if size > 1)
     row = total // shape[d]
-    each = max(1, limit // row)
+    each = max(unit[d], limit // row // unit[d] * unit[d])
     result: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for low in range(0, shape[d], each):
-        part = (*shape[:d], min(each, shape[d] - low), *shape[d + 1 :])
-        for at, size in _split(part, limit):
+    low = 0
+    while low < shape[d]:
+        high = min(shape[d], low + each - (shift[d] + low) % unit[d])
+        part = (*shape[:d], high - low, *shape[d + 1 :])
+        rest = (*shift[:d], (shift[d] + low) % unit[d], *shift[d + 1 :])
+        for at, size in _split(part, limit, step, rest):
             result.append(((*at[:d], at[d] + low, *at[d + 1 :]), size))
+        low = high
     return result

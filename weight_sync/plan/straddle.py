@@ -1,0 +1,142 @@
+"""Groups of a weight that no single trainer rank holds whole, though one scale is made of all their elements.
+
+A quantisation scheme takes the largest magnitude of every group of a weight (128 x 128 elements, 32 in a row, a whole row).
+Where the trainer's cut runs through a group, each rank that holds some of it finds the largest magnitude of its part, four
+bytes, and the largest of those is the group's: exact, and far less than the group's other elements would be. `Straddles` says
+for which groups that has to be done, by whom, and how many bytes it is; the session does it before anything is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_sync.errors import PlanError, listed
+from weight_sync.layout.table import Bools, Ints
+from weight_sync.plan.plan import Plan
+
+KEPT_FROM = 128
+"""Elements of a group from which on a trainer rank keeps the magnitudes of all its groups during a sync: four bytes for each,
+at most 1.6% of bfloat16 weights. Of smaller groups they are taken again whenever a piece is packed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Regions:
+    """Boxes of weights that a trainer rank quantises: distinct, sorted by source parameter and weight.
+
+    source [n]: rows of plan.source_params. base [n]: tensor ids of the weights. low, high [n, 2]: the box. row [n]: a transfer
+    that sends its values. shape, group [n, 2]: of the weight, and of its groups.
+    """
+
+    source: Ints
+    base: Ints
+    low: Ints
+    high: Ints
+    row: Ints
+    shape: Ints
+    group: Ints
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def cells(self, i: int) -> tuple[Ints, Ints]:
+        """(first, one past the last) group in each dim that a region touches."""
+        return self.low[i] // self.group[i], -(-self.high[i] // self.group[i])
+
+    def open(self, i: int) -> Bools:
+        """[groups, groups] of a region: those that it does not hold whole."""
+        whole: list[Bools] = []
+        first, last = self.cells(i)
+        for d in range(2):
+            g = np.arange(int(first[d]), int(last[d]), dtype=np.int64)
+            end = np.minimum((g + 1) * self.group[i, d], self.shape[i, d])
+            whole.append((g * self.group[i, d] >= self.low[i, d]) & (end <= self.high[i, d]))
+        return ~(whole[0][:, None] & whole[1][None, :])
+
+
+def regions_of(plan: Plan, rows: Ints) -> Regions:
+    """The regions of these transfers (those of one trainer rank, say)."""
+    catalog = plan.catalog
+    rows = rows[plan.made[rows] & catalog.leads[plan.tensor[rows]]]
+    tensor = plan.tensor[rows]
+    base, block = catalog.base[tensor], catalog.block[tensor][:, :2]
+    shape = catalog.shapes[base][:, :2] if len(rows) else np.zeros((0, 2), np.int64)
+    low = plan.offset[rows][:, :2] * block
+    high = np.minimum((plan.offset[rows] + plan.shape[rows])[:, :2] * block, shape)
+    key = np.column_stack([plan.source[rows], base, low, high])
+    _, first = np.unique(key, axis=0, return_index=True)
+    groups = {index: p.made.group for index, p in enumerate(catalog.patterns) if p.made is not None}
+    firsts = np.asarray(catalog.first, np.int64)
+    pattern = np.searchsorted(firsts, tensor[first], "right") - 1
+    group = np.asarray([groups[i] for i in pattern.tolist()], np.int64).reshape(-1, 2)
+    return Regions(plan.source[rows][first], base[first], low[first], high[first], rows[first], shape[first], group)
+
+
+@dataclass(frozen=True, eq=False)
+class Straddles:
+    """cells [n, 3]: (weight, group in dim 0, in dim 1), sorted; groups -1, -1: the whole weight, for schemes that need that.
+
+    of_rank: for every trainer rank, the cells that it holds some of, as ascending indices into `cells`.
+    """
+
+    cells: Ints
+    of_rank: tuple[Ints, ...]
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all ranks say together: four for each cell that a rank holds some of."""
+        return 4 * sum(len(cells) for cells in self.of_rank)
+
+    @cached_property
+    def index(self) -> dict[tuple[int, int, int], int]:
+        return {cell: n for n, cell in enumerate(_tuples(self.cells))}
+
+
+def straddles_of(plan: Plan, whole: bool = False) -> Straddles:
+    """whole: the scheme also needs the largest magnitude of every weight."""
+    found: list[Ints] = []
+    if not plan.made.any():
+        return Straddles(np.zeros((0, 3), np.int64), tuple(np.zeros(0, np.int64) for _ in range(plan.source_world)))
+    for rank in range(plan.source_world):
+        regions = regions_of(plan, plan.rows_from(rank))
+        cells: list[NDArray[np.int64]] = [np.zeros((0, 3), np.int64)]
+        cut = ((regions.low % regions.group) != 0) | (((regions.high % regions.group) != 0) & (regions.high != regions.shape))
+        for i in np.flatnonzero(cut.any(axis=1)).tolist():
+            at = np.argwhere(regions.open(i)) + regions.cells(i)[0]
+            cells.append(np.column_stack([np.full(len(at), regions.base[i]), at]))
+        if whole:
+            bases = np.unique(regions.base)
+            cells.append(np.column_stack([bases, np.full((len(bases), 2), -1)]))
+        found.append(np.unique(np.concatenate(cells), axis=0))
+    every = np.unique(np.concatenate(found), axis=0)
+    place = {cell: n for n, cell in enumerate(_tuples(every))}
+    return Straddles(every, tuple(np.asarray([place[cell] for cell in _tuples(cells)], np.int64) for cells in found))
+
+
+def _tuples(cells: Ints) -> list[tuple[int, int, int]]:
+    rows: list[list[int]] = cells.tolist()
+    return [(base, i, j) for base, i, j in rows]
+
+
+def refuse(plan: Plan, straddles: Straddles) -> None:
+    """Raise PlanError when the trainer's cut runs through groups: for those who chose not to have magnitudes exchanged."""
+    cut = straddles.cells[straddles.cells[:, 1] >= 0]
+    if not len(cut):
+        return
+    bases, count = np.unique(cut[:, 0], return_counts=True)
+    words: list[str] = []
+    for base, n in zip(bases.tolist(), count.tolist(), strict=True):
+        made = next(p.made for p in plan.catalog.patterns if p.made and p.made.base == plan.catalog.pattern_of(base).template)
+        words.append(f"{plan.catalog.name(base)}: {n} groups of {list(made.group)} lie on several trainer ranks")
+    raise PlanError(
+        "the trainer's cut runs through groups that share one scale, and weight_sync.quant.straddle is refuse: "
+        + listed(words)
+        + "; cut the trainer at multiples of the group, or set straddle: exchange (the ranks then exchange "
+        f"{straddles.nbytes} bytes of magnitudes before each sync)"
+    )
