@@ -87,23 +87,13 @@ def run(job: JobConf) -> int:
     return sync.version
 
 
-_PREFLIGHT = {
-    ("mooncake", "tcp"): "p2p_tcp",
-    ("mooncake", "rdma"): "p2p_rdma",
-    ("mooncake", "nvlink_intra"): "p2p_nvlink",
-    ("cma", None): "p2p_cma",
-    ("cuda_ipc", None): "p2p_ipc",
-}
-"""Which preflight a transport needs, by name and protocol: a strategy file of your own is checked by what it uses."""
-
-
 def check_machine(job: JobConf) -> None:
     """Raise ConfigError for a transport this machine does not have, or an interpreter that is not there.
 
     With a running cluster the interpreters are on its nodes, and the transport is proved by a probe when ranks are bound.
     """
     transport = job.weight_sync.transport
-    strategy = _PREFLIGHT.get((transport.name, transport.options.get("protocol")))
+    strategy = preflight.strategy_for(transport.name, transport.options)
     if job.ray.address:
         return
     if strategy is not None:
@@ -186,7 +176,16 @@ def resolve_early(job: JobConf, config: Mapping[str, Any]) -> SyncSpec:
     if trainer is not None:
         layout_of(trainer, "trainer")
     costs, budget = CostModel(**asdict(conf.costs)), Budget(**asdict(conf.budget))
-    return SyncSpec(trainer, rollout, witness=conf.verify.witness, costs=costs, budget=budget, casts=tuple(job.trainer.casts))
+    return SyncSpec(
+        trainer,
+        rollout,
+        witness=conf.verify.witness,
+        costs=costs,
+        budget=budget,
+        casts=tuple(job.trainer.casts),
+        straddle=conf.quant.straddle.value,
+        finite=conf.quant.check_finite,
+    )
 
 
 def pause_mode(job: JobConf, engines: list[RolloutEngine]) -> PauseMode:

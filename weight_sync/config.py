@@ -21,7 +21,10 @@ from weight_sync.errors import ConfigError, FamilyError, listed
 from weight_sync.layout.family import merged
 from weight_sync.layout.parallel import EngineDims, TrainerDims
 from weight_sync.layout.values import CASTS
-from weight_sync.schema import DraftChoice, EngineLayout, JobConf, ModelConf, RolloutConf, SyncConf, TrainerConf
+from weight_sync.quant.emission import Quantisation
+from weight_sync.quant.published import Excludes, from_hf
+from weight_sync.quant.scheme import load_scheme
+from weight_sync.schema import DraftChoice, EngineLayout, JobConf, ModelConf, QuantConf, RolloutConf, SyncConf, TrainerConf
 from weight_sync.session.failure import FailurePolicy
 from weight_sync.session.inputs import Declared, Recorded
 from weight_sync.transport import registry
@@ -40,6 +43,56 @@ def register_schemas() -> None:
     store.store(group="trainer", name="schema", node=TrainerConf)
     store.store(group="rollout", name="schema", node=RolloutConf)
     store.store(group="model", name="schema", node=ModelConf)
+
+
+def register_host_schemas() -> None:
+    """The same where another program's config is the primary one: there weight_sync/schema is a file (conf/<host>) that extends
+    these keys and fills the program's own."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(group="weight_sync", name="keys", node=SyncConf)
+
+
+def sync_from(value: Any) -> SyncConf:
+    """The `weight_sync` block of another program's config, however that program has turned it into data by now.
+
+    Raises ConfigError naming the key for what does not fit the schema.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(value, SyncConf):
+        return value
+    if isinstance(value, str) or value is None:
+        raise ConfigError(f"weight_sync is {value!r}, not a config group; use +weight_sync=NAME with {', '.join(strategies())}")
+    try:
+        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        return cast("SyncConf", OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SyncConf), plain)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"weight_sync.{getattr(error, 'full_key', None) or ''}: {str(error).splitlines()[0]}") from None
+
+
+def strategy_with(block: Mapping[str, Any]) -> SyncConf:
+    """A block written by hand for another program: {"strategy": NAME} and what of it shall differ from that strategy's file.
+
+    Raises ConfigError for an unknown strategy, and naming the key for what does not fit the schema.
+    """
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    name = block.get("strategy")
+    if name not in strategies():
+        raise ConfigError(f"weight_sync.strategy={name!r}: must be one of {', '.join(strategies())}")
+    if unknown := [*_unknown_keys(block, SyncConf, "weight_sync")]:
+        raise ConfigError(f"no such key: {listed(unknown)}")
+    register_schemas()
+    with initialize_config_module("weight_sync_conf", version_base="1.3"):
+        base = compose("train", [f"+weight_sync={name}"]).weight_sync
+    try:
+        return sync_from(OmegaConf.merge(base, dict(block)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"weight_sync.{getattr(error, 'full_key', None) or ''}: {str(error).splitlines()[0]}") from None
 
 
 def strategies() -> list[str]:
@@ -65,6 +118,11 @@ def hf_config(job: JobConf) -> dict[str, Any]:
             f"which model? model.path=DIR with a config.json in it, or model.config=NAME with one of "
             f"{', '.join(model_configs())} (weights are not needed)"
         )
+    return read_hf_config(name, key)
+
+
+def read_hf_config(name: str, key: str) -> dict[str, Any]:
+    """The HF config in a folder or file. key: the config key that named it; model.config also names shipped ones."""
     path = Path(name).expanduser()
     if key == "model.config" and name in model_configs():
         text = resources.files("weight_sync_conf").joinpath("weight_sync", "model_config", f"{name}.json").read_text()
@@ -162,7 +220,7 @@ def check_job(job: JobConf) -> None:
     declarable = ("derived", "constant", "state")
     for key, value, legal in (
         *((f"weight_sync.declare: {pattern}", keep, declarable) for pattern, keep in job.weight_sync.declare.items()),
-        ("trainer.kind", job.trainer.kind, ("megatron", "fsdp2")),
+        ("trainer.kind", job.trainer.kind, ("megatron", "fsdp2", "miles")),
         ("rollout.kind", job.rollout.kind, ("sglang", "vllm")),
         ("trainer.optimizer", job.trainer.optimizer, ("distributed", "replicated")),
         ("rollout.device", job.rollout.device, ("cpu", "cuda")),
@@ -282,6 +340,28 @@ def engine_yaml(name: str) -> dict[str, Any]:
     return merged(name, lambda item: _read("engine", item))
 
 
+def quant_yaml(name: str) -> Mapping[str, Any]:
+    """One file of conf/weight_sync/quant as it is written, without what it extends."""
+    return _read("quant", name)
+
+
+def quantisation_of(job: JobConf, config: Mapping[str, Any]) -> Quantisation | None:
+    """What the engines' checkpoint is quantised with, None where it is not. config: the model's HF config.
+
+    Raises ConfigError for an unknown scheme, and for a quantization_config that no scheme carries out.
+    """
+    conf: QuantConf = job.weight_sync.quant
+    if conf.scheme in ("none", "bf16", "auto") and (conf.options or conf.exclude):
+        raise ConfigError(f"weight_sync.quant: options and exclude belong to a named scheme, not to {conf.scheme}")
+    if conf.scheme in ("none", "bf16"):
+        return None
+    if conf.scheme == "auto":
+        served = read_hf_config(job.rollout.checkpoint, "rollout.checkpoint") if job.rollout.checkpoint else config
+        published = served.get("quantization_config")
+        return None if not published else Quantisation(*from_hf(published, quant_yaml))
+    return Quantisation(load_scheme(conf.scheme, quant_yaml, conf.options), Excludes("compressed-tensors", tuple(conf.exclude)))
+
+
 def shipped_families() -> list[str]:
     """Names of the families in the package, without those that are only there to be extended."""
     names = (item.name for item in _files("weight_sync", "family"))
@@ -339,22 +419,24 @@ def declared_sides(job: JobConf, config: Mapping[str, Any]) -> tuple[Declared | 
     conf = job.weight_sync
     engine = engine_yaml(job.rollout.kind)
     dims = _engine_dims(job, engine)
+    quantisation = quantisation_of(job, config)
+    quant = None if quantisation is None else quantisation.to_json()
     left_out = (tuple(conf.recorded.unserved), tuple(conf.recorded.untouched))
     if conf.family == RECORDED:
-        return None, Recorded(dict(config), dims, None, *left_out)
+        return None, Recorded(dict(config), dims, None, *left_out, quant=quant)
     family = family_yaml(family_for(config) if conf.family == "auto" else conf.family)
     symbols = {"draft": 1} if conf.draft is DraftChoice.sync else {}
-    rollout: Declared | Recorded = Declared(family, dict(config), dims, engine, symbols)
+    rollout: Declared | Recorded = Declared(family, dict(config), dims, engine, symbols, quant=quant)
     if engine_is_recorded(job):
-        rollout = Recorded(dict(config), dims, family, *left_out)
-    if job.trainer.kind != "megatron":
+        rollout = Recorded(dict(config), dims, family, *left_out, quant=quant)
+    if job.trainer.kind == "fsdp2":
         return None, rollout
     t = job.trainer
     # A Megatron parameter has the trainer's dtype, whatever the checkpoint says.
     held_as = t.dtype if t.dtype in t.casts else ""
     own = dict(config) | ({"dtype": t.dtype} if t.dtype and not held_as else {})
     symbols = {"vocab_multiple": t.vocab_multiple * t.tp}
-    return Declared(family, own, _trainer_dims(job), None, symbols, held_as or ""), rollout
+    return Declared(family, own, _trainer_dims(job), None, symbols, held_as or "", quant), rollout
 
 
 def _trainer_dims(job: JobConf) -> dict[str, Any]:

@@ -37,6 +37,10 @@ class RolloutError(WeightSyncError):
     """An inference engine refused or failed a control request (pause, begin, finish, resume)."""
 
 
+class WeightsError(WeightSyncError):
+    """The trainer's weights hold values that must not be sent (NaN, infinities). Nothing was paused or sent."""
+
+
 class SessionError(WeightSyncError):
     """A session verb was called in a state that does not allow it."""
 

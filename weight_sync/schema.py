@@ -155,6 +155,30 @@ class ObserveConf:
     limit: float | None = None
 
 
+class StraddleChoice(Enum):
+    """Groups of a quantised weight that lie on several trainer ranks. exchange: their magnitudes, before each sync."""
+
+    exchange = "exchange"
+    refuse = "refuse"
+
+
+@dataclass(kw_only=True)
+class QuantConf:
+    """What the engines hold quantised. scheme: auto: as the engines' checkpoint says (quantization_config of its config.json);
+    none or bf16: nothing; or a file of conf/weight_sync/quant by name.
+
+    options: keys of that file to replace ({group: [64, 64]}). exclude: modules that stay as they are, by HF path, part of a path
+    or "re:" pattern, beside those that no engine quantises; with a named scheme only (auto has the checkpoint's own list).
+    check_finite: NaN and infinities in weights to be quantised are an error, before anything is paused.
+    """
+
+    scheme: str = "auto"
+    options: dict[str, Any] = field(default_factory=dict)
+    exclude: list[str] = field(default_factory=list)
+    straddle: StraddleChoice = StraddleChoice.exchange
+    check_finite: bool = True
+
+
 @dataclass(kw_only=True)
 class SyncConf:
     """The group `weight_sync`: one strategy. strategy: its name, equal to the file's. preflight: what must be there.
@@ -168,6 +192,7 @@ class SyncConf:
     family: str = "auto"
     engine: EngineLayout = EngineLayout.auto
     recorded: RecordedConf = field(default_factory=RecordedConf)
+    quant: QuantConf = field(default_factory=QuantConf)
     transport: TransportConf = field(default_factory=TransportConf)
     verify: VerifyConf = field(default_factory=VerifyConf)
     pause: PauseChoice = PauseChoice.auto
@@ -191,7 +216,8 @@ class PlacementConf:
 
 @dataclass(kw_only=True)
 class TrainerConf:
-    """The trainer side. kind: megatron or fsdp2. python: interpreter of its environment. dp follows from ranks.
+    """The trainer side. kind: megatron, fsdp2, or miles (its train script is started, see `miles`). python: interpreter of its
+    environment. dp follows from ranks.
 
     vocab_multiple: Megatron pads the vocabulary to a multiple of this times tp (make_vocab_size_divisible_by).
     pipeline: layers of each virtual stage. optimizer: distributed or replicated (megatron). dtype: of the parameters; null: the
@@ -223,6 +249,7 @@ class TrainerConf:
 class RolloutConf:
     """The rollout side: `engines` servers of tp * pp workers. kind: sglang or vllm.
 
+    checkpoint: folder that the engines load where it is not the trainer's (a quantised one); null: model.path.
     start_seconds: until a server must be ready. pipeline: layers of each stage; null: the engine's own rule. host: address to
     bind to; auto: the node's. options: more fields of the server's spec (integrations/<kind>/launch.py, ServerSpec).
     arguments: more of the server's own command-line arguments.
@@ -238,6 +265,7 @@ class RolloutConf:
     pipeline: list[int] | None = None
     device: str = "cpu"
     dtype: str | None = None
+    checkpoint: str | None = None
     host: str = "127.0.0.1"
     start_seconds: float = 300.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -285,6 +313,24 @@ class PlanConf:
 
 
 @dataclass(kw_only=True)
+class MilesConf:
+    """With trainer=miles: what of miles's command line the job does not say already (integrations/miles/README.md).
+
+    script: train.py or train_async.py of a miles checkout; null: the command is printed, nothing is started. model: the name of
+    miles's model definition, which gives the model's own flags. arguments: {flag without its dashes: value}; true: the flag
+    alone, null: left out, a list: several words. environment: variables of the job. ray_job: address of a Ray cluster's
+    dashboard that the job is submitted to; null: the script is started here. dry_run: print and check, start nothing.
+    """
+
+    script: str | None = None
+    model: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    ray_job: str | None = None
+    dry_run: bool = False
+
+
+@dataclass(kw_only=True)
 class JobConf:
     """The stand-alone job of train.py: rounds of {optimizer steps, sync, generate, check}.
 
@@ -297,6 +343,7 @@ class JobConf:
     model: ModelConf = field(default_factory=ModelConf)
     ray: RayConf = field(default_factory=RayConf)
     plan: PlanConf = field(default_factory=PlanConf)
+    miles: MilesConf = field(default_factory=MilesConf)
     cluster: str | None = None
     rounds: int = 3
     steps_per_round: int = 1

@@ -154,8 +154,8 @@ def test_new_transfers_that_are_wrong_are_found_by_the_proof(wrong, monkeypatch)
     source, one = trainer_layout(SIZES, Mcore(8, tp=2, pp=1, ep=2), 8), rollout_layout(SIZES, Engine(tp=2))
     plan = make_plan(source, one)
     if wrong == "source":
-        choose = extend.choose
-        monkeypatch.setattr(extend, "choose", lambda *a, **k: np.roll(choose(*a, **k), 1))
+        choose = extend.choose_together
+        monkeypatch.setattr(extend, "choose_together", lambda *a, **k: np.roll(choose(*a, **k), 1))
     else:
         part = extend.engine_part
 

@@ -5,7 +5,9 @@ As a program it answers one JSON request per line of stdin with one JSON reply p
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import select
 import signal
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,16 +31,33 @@ from weight_sync.transport import registry
 from weight_sync.transport.mooncake_pump import Tuning
 
 
+def start(arguments: list[Any]) -> Any:
+    """A process that runs main(*arguments), with pipes to it."""
+    words = [sys.executable, __file__, json.dumps(arguments)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+
+
 class RemoteAgent:
-    """Calls cross a pipe. A reply that does not come within `patience` seconds is DeadlineExceeded, as over any network."""
+    """Calls cross a pipe. A reply that does not come within `patience` seconds is DeadlineExceeded, as over any network.
+
+    options: the transport's; its tests' own when None. start: how its process is started.
+    """
 
     def __init__(
-        self, side: str, layout: Layout, rank: int, *, seed: int = 0, transport: str = "mooncake", slow: bool = False
+        self,
+        side: str,
+        layout: Layout,
+        rank: int,
+        *,
+        seed: int = 0,
+        transport: str = "mooncake",
+        slow: bool = False,
+        options: dict[str, Any] | None = None,
+        start: Callable[[list[Any]], Any] = start,
     ) -> None:
         self.rank, self.patience = rank, 30.0
         params = [[p.name, list(p.shape), p.dtype] for p in layout.rank_params(rank)]
-        words = [sys.executable, __file__, json.dumps([side, rank, params, seed, transport, slow])]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self._process = start([side, rank, params, seed, transport, slow, options])
         self._late = 0  # replies that nobody waits for any more
         self._lock = threading.Lock()
 
@@ -85,11 +104,31 @@ class RemoteAgent:
         self._process.communicate()
 
 
-def main(side: str, rank: int, params: list[Any], seed: int, name: str, slow: bool) -> None:
+def pages(nbytes: int) -> np.ndarray[Any, Any]:
+    """Memory in pages of its own."""
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+
+def exchange_pages(array: np.ndarray[Any, Any]) -> None:
+    """Give an array of pages() other pages, of zeros, at the same addresses: what an allocator does that returns memory to the
+    system and later gets the same addresses again. Whoever had pinned the old pages still has those."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+    address = array.ctypes.data
+    assert libc.mmap(address, array.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
+
+
+def main(
+    side: str, rank: int, params: list[Any], seed: int, name: str, slow: bool, options: dict[str, Any] | None = None
+) -> None:
     noise = np.random.default_rng(seed)
-    raw = {name: noise.integers(0, 256, int(np.prod(shape)) * ITEMSIZE[dtype], np.uint8) for name, shape, dtype in params}
+    raw = {name: pages(int(np.prod(shape)) * ITEMSIZE[dtype]) for name, shape, dtype in params}
+    for array in raw.values():
+        array[:] = noise.integers(0, 256, len(array), np.uint8)
     arrays = {name: typed(raw[name].view(f"u{ITEMSIZE[dtype]}").reshape(shape), dtype) for name, shape, dtype in params}
-    options: dict[str, Any] = {"any_tracer": True} if name == "cma" else {"protocol": "tcp", "host": "127.0.0.1"}
+    options = options or ({"any_tracer": True} if name == "cma" else {"protocol": "tcp", "host": "127.0.0.1"})
     if slow:
         options["tuning"] = Tuning(piece=1 << 16, window=1, window_bytes=1 << 16, batched=False)
 
@@ -110,6 +149,16 @@ def main(side: str, rank: int, params: list[Any], seed: int, name: str, slow: bo
                 value: Any = {}
             elif method == "peek":
                 value = {"digest": [xxhash.xxh3_64_hexdigest(array.data) for array in raw.values()]}
+            elif method == "load":
+                for param, text in payload["raw"].items():
+                    raw[param][:] = np.frombuffer(bytes.fromhex(text), np.uint8)
+                value = {}
+            elif method == "dump":
+                value = {"raw": {param: array.tobytes().hex() for param, array in raw.items()}}
+            elif method == "other pages":
+                for array in raw.values():
+                    exchange_pages(array)
+                value = {}
             elif method == "count":
                 value = {"bytes": sum(int((array == payload["value"]).sum()) for array in raw.values())}
             else:

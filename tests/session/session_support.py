@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from weight_sync.config import engine_yaml, family_yaml
@@ -20,6 +21,8 @@ from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.box import row_major
 from weight_sync.layout.table import Layout, Param, layout_from_shards
 from weight_sync.plan.schedule import Budget, CostModel
+from weight_sync.quant.emission import scheme_of
+from weight_sync.quant.reference import reference
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.failure import FailurePolicy
 from weight_sync.session.inprocess import ArraySource, InProcessEngine, InProcessTrainers, typed
@@ -214,6 +217,8 @@ class World:
     open: OpenTransport
     spares: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     hf: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    served: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    """Words of the tensors that quantised weights become, in place of the weights'."""
 
     def step(self) -> None:
         """An optimiser step: other values everywhere. Refused while a sync holds the trainer, as a real one is."""
@@ -221,18 +226,53 @@ class World:
         layout = self.layouts[0]
         for pattern in layout.catalog.patterns:
             words = f"u{ITEMSIZE[pattern.dtype]}"
+            if pattern.made is not None and pattern.made.base != pattern.template:
+                continue
             for name in pattern.names():
                 raw = self.noise.integers(0, 256, prod(pattern.shape) * ITEMSIZE[pattern.dtype], np.uint8)
                 self.hf[name] = raw.view(words).reshape(pattern.shape)
+        if layout.catalog.scheme:
+            self.quantised()
         for rank, buffer in enumerate(self.source):
             self._fill(layout, rank, buffer, buffer.bytes)
 
+    def quantised(self) -> None:
+        """Numbers for the weights that are quantised, and what they become by the reference."""
+        catalog = self.layouts[1].catalog
+        scheme = scheme_of(catalog.scheme)
+        weights = sorted({int(base) for base in catalog.base[catalog.is_made]})
+        for base in weights:
+            shape = catalog.pattern_of(base).shape
+            spread = np.exp2(self.noise.integers(-12, 4, (shape[0], 1)))
+            self.hf[catalog.name(base)] = (
+                (self.noise.standard_normal(shape) * spread).astype(ml_dtypes.bfloat16).view(np.uint16)
+            )
+        self.become(scheme, weights)
+
+    def become(self, scheme: Any, weights: Sequence[int]) -> None:
+        catalog = self.layouts[1].catalog
+        of: dict[int, list[int]] = {}
+        for tensor in np.flatnonzero(catalog.is_made).tolist():
+            of.setdefault(int(catalog.base[tensor]), []).append(tensor)
+        values = {base: self.hf[catalog.name(base)].view(ml_dtypes.bfloat16) for base in weights}
+        totals: dict[int, float] = {}
+        for base, array in values.items():
+            mate = int(catalog.sharer[base])
+            totals[mate] = max(totals.get(mate, 0.0), float(np.abs(array.astype(np.float32)).max()))
+        for base in weights:
+            made = reference(scheme, values[base], total=totals[int(catalog.sharer[base])])
+            for tensor in of[base]:
+                pattern = catalog.pattern_of(tensor)
+                words = made[pattern.made.part].view(f"u{ITEMSIZE[pattern.made.dtype]}")
+                self.served[catalog.name(tensor)] = words.reshape(pattern.shape)
+
     def _fill(self, layout: Layout, rank: int, buffer: Buffer, raw: np.ndarray[Any, Any]) -> None:
+        hf = self.hf if layout.side == "trainer" else self.hf | self.served
         params = {p.name: p for p in layout.rank_params(rank)}
         for shard in layout.rank_shards(rank):
             cut = tuple(slice(o, e) for o, e in zip(shard.box.offset, shard.box.end, strict=True))
             view = buffer.elements(raw, params[shard.param], shard.start, shard.strides, shard.box.shape)
-            words = self.hf[shard.tensor][cut]
+            words = hf[shard.tensor][cut]
             if words.itemsize < view.itemsize:  # a declared cast from bfloat16 to float32
                 words = words.astype(np.uint32) << 16
             view[...] = words
@@ -456,6 +496,8 @@ def rows_over(side: Declared, ranks: int) -> Layout:
     params: list[list[Param]] = [[] for _ in range(ranks)]
     shards: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
     for pattern in model.catalog.patterns:
+        if pattern.made is not None and pattern.made.base != pattern.template:
+            continue
         each = -(-pattern.shape[0] // ranks)
         for name in pattern.names():
             for rank in range(ranks):

@@ -44,6 +44,7 @@ def job_of(overrides: Sequence[str]) -> Job:
         sorted(dropped_names(rollout, "rollout")),
         CostModel(**asdict(conf.weight_sync.costs)),
         Budget(**asdict(conf.weight_sync.budget)),
+        straddle=conf.weight_sync.quant.straddle.value,
     )
     return Job(conf, config, trainer, rollout, inputs)
 

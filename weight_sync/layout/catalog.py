@@ -29,7 +29,8 @@ class Made:
 
     base: the weight's template. part: what a quantisation scheme calls it ("values", "scales"). block: elements of the weight
     in each dim. group: those over which the largest magnitude is taken. dtype: the tensor's own. layers: where it is made,
-    None: without {l}; in other layers a pattern that is its own base holds the weight as it is.
+    None: without {l}; in other layers a pattern that is its own base holds the weight as it is. shares: template of the weight
+    with which it shares a scale of the whole tensor, where a scheme has such scales and engines fuse the two.
     """
 
     base: str
@@ -38,6 +39,7 @@ class Made:
     group: tuple[int, ...]
     dtype: str
     layers: tuple[int, ...] | None
+    shares: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +161,30 @@ class Catalog:
         return self._made[2]
 
     @cached_property
+    def served(self) -> NDArray[np.bool_]:
+        """[tensors]: which are in the engines' checkpoint: all but weights whose values go by another name there."""
+        made, base, _, _ = self._made
+        result = np.ones(len(self), np.bool_)
+        result[base[made]] = False
+        result[made] = True
+        return result
+
+    @cached_property
     def leads(self) -> NDArray[np.bool_]:
         """[tensors]: all but those that go with the values of the same weight (scales): a sender is chosen for the values."""
         return self._made[3]
+
+    @cached_property
+    def sharer(self) -> NDArray[np.int64]:
+        """[tensors]: id of the weight that speaks for a weight's whole magnitude: its own, or of one that it is fused with."""
+        result = np.arange(len(self), dtype=np.int64)
+        for p in self.patterns:
+            if p.made is None or not p.made.shares:
+                continue
+            mine, other = (self.by_template[t] for t in (p.made.base, p.made.shares))
+            count = self.patterns[mine].count
+            result[self.first[mine] : self.first[mine] + count] = self.first[other] + np.arange(count)
+        return result
 
     @cached_property
     def _made(self) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
@@ -217,7 +240,13 @@ def _pattern(data: Mapping[str, Any]) -> Pattern:
         None
         if made is None
         else Made(
-            made["base"], made["part"], tuple(made["block"]), tuple(made["group"]), made["dtype"], _layers(made["layers"])
+            made["base"],
+            made["part"],
+            tuple(made["block"]),
+            tuple(made["group"]),
+            made["dtype"],
+            _layers(made["layers"]),
+            made["shares"],
         ),
     )
 

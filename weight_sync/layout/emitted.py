@@ -41,14 +41,14 @@ class Part:
 class Emission:
     """A scheme as planning needs it. group: the block over which the largest magnitude is taken, 0: the whole dim.
 
-    whole: the scheme also needs the largest magnitude of the whole weight. text: the scheme itself as JSON, for the ranks that
-    carry it out; it is part of every digest of a plan.
+    fused: last components of modules that share the largest magnitude of the whole weight, where a scheme has a scale of that.
+    text: the scheme itself as JSON, for the ranks that carry it out; it is part of every digest of a plan.
     """
 
     parts: tuple[Part, ...]
     group: tuple[int, int]
-    whole: bool
     text: str
+    fused: tuple[tuple[str, ...], ...] = ()
 
 
 def quantised(catalog: Catalog, emission: Emission, chosen: Callable[[str], bool]) -> Catalog:
@@ -69,7 +69,7 @@ def quantised(catalog: Catalog, emission: Emission, chosen: Callable[[str], bool
         kept = p
         for part in emission.parts:
             block = tuple(b or n for b, n in zip(part.block, shape, strict=True))
-            made = Made(p.template, part.name, block, group, part.dtype, layers if "{l}" in p.template else None)
+            made = Made(p.template, part.name, block, group, part.dtype, layers, _shared(catalog, p, emission.fused))
             if part.suffix:
                 size = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
                 added.append(Pattern(p.template + part.suffix, size, part.dtype, made.layers, p.experts, made))
@@ -79,6 +79,21 @@ def quantised(catalog: Catalog, emission: Emission, chosen: Callable[[str], bool
     if not added:
         raise FamilyError("the quantisation scheme leaves every HF tensor of this model as it is; use weight_sync.quant=none")
     return Catalog((*patterns, *added), emission.text)
+
+
+def _shared(catalog: Catalog, p: Pattern, fused: tuple[tuple[str, ...], ...]) -> str:
+    """The template of the first of those that a weight is fused with, "" where that is itself."""
+    path = p.template.removesuffix(SUFFIX)
+    parent, _, last = path.rpartition(".")
+    for group in fused:
+        if last in group:
+            mates = [f"{parent}.{name}{SUFFIX}" for name in group]
+            first = next(t for t in mates if t in catalog.by_template)
+            mate = catalog.patterns[catalog.by_template[first]]
+            if (mate.layers, mate.experts) != (p.layers, p.experts):
+                raise FamilyError(f"{p.template} shares one scale with {first}, but they are not in the same layers")
+            return "" if first == p.template else first
+    return ""
 
 
 def _layers(p: Pattern, chosen: Callable[[str], bool]) -> tuple[int, ...] | None:

@@ -53,6 +53,7 @@ def metrics(record: SyncRecord, keys: str | Iterable[str] = ()) -> dict[str, flo
         "weight_sync/tokens_match": None if record.tokens_match is None else int(record.tokens_match),
     }
     result.update({f"weight_sync/seconds/{phase}": seconds for phase, seconds in record.phases.items()})
+    result.update({f"weight_sync/{name}": value for name, value in record.figures.items()})
     if record.error is None:
         for name in chosen:
             result.update(ALIASES[name](record))

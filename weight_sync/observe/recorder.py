@@ -95,6 +95,7 @@ class Recorder:
         self._bytes: int | None = None
         self._gathered = self._writes = self._transfers = self._retries = 0
         self._verified = self._committed = False
+        self._figures: dict[str, float] = {}
         self._error: str | None = None
 
     def __enter__(self) -> Self:
@@ -150,6 +151,10 @@ class Recorder:
         self._transfers += transfers
         self._retries += retries
 
+    def figures(self, values: Mapping[str, float]) -> None:
+        """More numbers of this sync, by name; the last value counts."""
+        self._figures.update(values)
+
     def say(self, text: str) -> None:
         """Something a person should read now: an attempt that failed and is made again, a replica that is left out."""
         if self._on_say is not None:
@@ -204,6 +209,7 @@ class Recorder:
             phase_times=times,
             limit=self._limit,
             error=self._error,
+            figures=dict(self._figures),
         )
 
     def _stalled(self, end: float) -> float:

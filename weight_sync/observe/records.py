@@ -117,7 +117,7 @@ class SyncRecord:
     tokens_match: None until somebody compared generations. rank_seconds: busy seconds in the write phase; rank_bytes:
     bytes written; both by source rank label. stalled_seconds: from the start of pause to the end of resume.
     limit: bytes per second the wire could do, None if unknown. step_seconds: one whole training step, sync included.
-    error: None, or why the sync failed. started: unix seconds.
+    error: None, or why the sync failed. started: unix seconds. figures: more numbers by name (quant/saturated, say).
     """
 
     version: int
@@ -140,6 +140,7 @@ class SyncRecord:
     limit: float | None = None
     step_seconds: float | None = None
     error: str | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.limit is not None and not self.limit > 0:
@@ -215,6 +216,7 @@ class SyncRecord:
             "bubble_share": self.bubble_share,
             "rank_seconds": None if stats is None else stats.to_json(),
             "error": self.error,
+            "figures": dict(self.figures),
         }
 
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 
 from weight_sync.errors import PlanError
-from weight_sync.layout.table import Ints, Layout
+from weight_sync.layout.table import Bools, Ints, Layout
 from weight_sync.plan.boxes import Boxes, distinct_boxes, holders
 from weight_sync.plan.plan import COLUMNS, Plan
-from weight_sync.plan.planner import choose, join
+from weight_sync.plan.planner import choose_together, join
 from weight_sync.plan.proof import prove_exact_once
 
 _DESTINATION = ("tensor", "offset", "shape", "target", "target_start", "target_strides")
@@ -38,11 +38,12 @@ def add_engine(
         raise PlanError("the plan was not made for this trainer layout, and cannot be extended by it")
     first = engine_part(plan, 0, width)
     row = _sources(plan, first, source, hosts, avoid)
-    moved = first.offset - source.offset[row]
+    block = plan.catalog.block[first.tensor]
+    moved = first.offset * block - source.offset[row]
     new = {name: getattr(first, name) for name in COLUMNS} | {
         "source": source.param[row],
         "source_start": source.start[row] + (moved * source.strides[row]).sum(axis=1),
-        "source_strides": source.strides[row],
+        "source_strides": source.strides[row] * block,
         "target": first.target + len(plan.target_params),
     }
     columns = {name: np.concatenate([getattr(plan, name), new[name]]) for name in COLUMNS}
@@ -115,18 +116,41 @@ def _engines(plan: Plan, width: int) -> int:
 def _sources(plan: Plan, first: Plan, source: Layout, hosts: Sequence[str], avoid: Sequence[int]) -> Ints:
     """The source shard of each transfer that the new engine gets, which has the box of one that engine 0 gets."""
     held = holders(source, distinct_boxes(source))
-    wanted, box, _, size = join(held.boxes, Boxes(first.tensor, first.offset, first.shape, np.arange(len(first))))
-    if not (np.array_equal(wanted, np.arange(len(first))) and np.array_equal(size, first.shape)):
+    catalog = plan.catalog
+    block, base, leads = catalog.block[first.tensor], catalog.base[first.tensor], catalog.leads[first.tensor]
+    low = first.offset * block
+    # Of scales only the first block's first element is looked for: whoever holds that sends them.
+    high = np.where(leads[:, None], np.minimum(low + first.shape * block, catalog.shapes[base]), low + 1)
+    order = np.lexsort((np.arange(len(first)), base))
+    wanted, box, _, size = join(held.boxes, Boxes(base[order], low[order], (high - low)[order], np.arange(len(first))))
+    if not (np.array_equal(wanted, np.arange(len(first))) and np.array_equal(size, (high - low)[order])):
         raise PlanError("the plan was not made for this trainer layout: its transfers are cut in other places")
+    box = box[np.argsort(order)]
     load = np.bincount(plan.source_rank, weights=plan.nbytes, minlength=source.world).astype(np.int64).tolist()
-    return choose(
-        source,
-        first.target_rank,
-        box,
-        held,
-        first.nbytes,
-        list(plan.source_hosts),
-        list(hosts),
-        avoid=avoid,
-        load=load,
-    )
+    names = list(plan.source_hosts), list(hosts)
+    pair = _pairs(first, base, box, low, high, leads)
+    return choose_together(source, first.target_rank, box, pair, leads, held, first.nbytes, *names, avoid=avoid, load=load)
+
+
+def _pairs(first: Plan, base: Ints, box: Ints, low: Ints, high: Ints, leads: Bools) -> Ints:
+    """For each transfer its own number; for scales, that of the values to the same rank which their first block begins in.
+
+    Scales whose values go to other ranks alone have a number of their own.
+    """
+    pair = np.arange(len(first), dtype=np.int64)
+    if leads.all():
+        return pair
+    ranks: list[int] = first.target_rank.tolist()
+    bases: list[int] = base.tolist()
+    boxes: list[int] = box.tolist()
+    keys = list(zip(ranks, bases, boxes, strict=True))
+    values: dict[tuple[int, int, int], list[int]] = {}
+    leading: list[int] = np.flatnonzero(leads & first.made).tolist()
+    following: list[int] = np.flatnonzero(~leads).tolist()
+    for row in leading:
+        values.setdefault(keys[row], []).append(row)
+    for row in following:
+        for other in values.get(keys[row], ()):
+            if (low[other] <= low[row]).all() and (low[row] < high[other]).all():
+                pair[row] = other
+    return pair

@@ -65,12 +65,10 @@ def held(params: Sequence[Param], world: int) -> Ints:
 
 def source_staging(schedule: Schedule) -> dict[int, int]:
     """Bytes of staging on each trainer rank that packs: two halves, each as large as its largest piece."""
-    ranks: list[int] = schedule.plan.source_rank.tolist()
-    largest: dict[int, int] = {}
-    for piece in schedule.pieces:
-        rank = ranks[piece.row]
-        largest[rank] = max(largest.get(rank, 0), piece.nbytes)
-    return {rank: 2 * (-(-nbytes // 64) * 64) for rank, nbytes in largest.items()}
+    largest = np.zeros(schedule.plan.source_world, np.int64)
+    np.maximum.at(largest, schedule.plan.source_rank[schedule.pieces.row], schedule.pieces.nbytes)
+    packing: list[int] = np.flatnonzero(largest).tolist()
+    return {rank: 2 * (-(-int(largest[rank]) // 64) * 64) for rank in packing}
 
 
 def transfer_runs(plan: Plan, rows: Ints | None = None) -> tuple[Ints, Ints]:
@@ -84,7 +82,7 @@ def written_runs(schedule: Schedule) -> tuple[Ints, Ints]:
     """(how many, bytes of each) of the contiguous ranges that are written: runs of direct transfers, pieces of packed ones."""
     plan = schedule.plan
     runs, sizes = transfer_runs(plan, np.flatnonzero(schedule.method == Method.DIRECT))
-    pieces = np.fromiter((p.nbytes for p in schedule.pieces), np.int64, len(schedule.pieces))
+    pieces = schedule.pieces.nbytes
     return np.concatenate([runs, np.ones_like(pieces)]), np.concatenate([sizes, pieces])
 
 

@@ -57,7 +57,7 @@ def make_plan(
     hosts = _hosts(source_hosts, source.world, "trainer"), _hosts(target_hosts, target.world, "rollout")
     nbytes = shape.prod(axis=1) * _itemsizes(target)[target.param[shard]]
     leads = source.catalog.leads[target.tensor[shard]]
-    row = _choose_together(source, target.rank[shard], pair_src[pair], pair, leads, held, nbytes, *hosts, avoid=avoid)
+    row = choose_together(source, target.rank[shard], pair_src[pair], pair, leads, held, nbytes, *hosts, avoid=avoid)
 
     order = np.lexsort((target.start[shard], target.param[shard], source.rank[row]))
     shard, row, block, offset, shape = shard[order], row[order], block[order], offset[order], shape[order]
@@ -93,7 +93,7 @@ def weights_of(target: Layout) -> Layout:
     )
 
 
-def _choose_together(
+def choose_together(
     source: Layout,
     target_rank: Ints,
     box: Ints,
@@ -103,16 +103,17 @@ def _choose_together(
     nbytes: Ints,
     *hosts: list[str],
     avoid: Sequence[int],
+    load: Sequence[int] = (),
 ) -> Ints:
     """As choose(), but scales come from the rank that sends the values of the same overlap to the same destination.
 
     pair: the overlap that each transfer is of, box: the source's side of it.
     """
     if leads.all():
-        return choose(source, target_rank, box, held, nbytes, *hosts, avoid=avoid)
+        return choose(source, target_rank, box, held, nbytes, *hosts, avoid=avoid, load=load)
     row = np.empty_like(box)
     first, rest = np.flatnonzero(leads), np.flatnonzero(~leads)
-    row[first] = choose(source, target_rank[first], box[first], held, nbytes[first], *hosts, avoid=avoid)
+    row[first] = choose(source, target_rank[first], box[first], held, nbytes[first], *hosts, avoid=avoid, load=load)
     key = target_rank * (int(pair.max(initial=0)) + 1) + pair
     order = first[np.argsort(key[first], kind="stable")]
     at = np.minimum(np.searchsorted(key[order], key[rest]), len(order) - 1)

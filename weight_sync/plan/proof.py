@@ -88,11 +88,21 @@ def _dtypes(plan: Plan) -> None:
         for params, column in ((plan.source_params, plan.source), (plan.target_params, plan.target))
     )
     problems: list[str] = []
-    made = plan.catalog.is_made[plan.tensor]
-    for i in np.flatnonzero(plan.made).tolist():
-        want, tensor = plan.target_params[int(plan.target[i])], int(plan.tensor[i])
-        recipe = plan.catalog.pattern_of(tensor).made
-        if not made[i] or recipe is None or (want.dtype, want.part) != (recipe.dtype, recipe.part):
+    catalog = plan.catalog
+    made = catalog.is_made[plan.tensor]
+    rows = np.flatnonzero(plan.made)
+    if len(rows):  # rows of one pattern and one kind of parameter are alike
+        kinds = {kind: n for n, kind in enumerate(sorted({(p.dtype, p.part) for p in plan.target_params}))}
+        kind = np.fromiter((kinds[p.dtype, p.part] for p in plan.target_params), np.int64)[plan.target[rows]]
+        pattern = np.searchsorted(np.asarray(catalog.first, np.int64), plan.tensor[rows], "right") - 1
+        _, first, group = np.unique(pattern * len(kinds) + kind, return_index=True, return_inverse=True)
+        wrong = ~made[rows]
+        for n, i in enumerate(rows[first].tolist()):
+            want, recipe = plan.target_params[int(plan.target[i])], catalog.pattern_of(int(plan.tensor[i])).made
+            if recipe is None or (want.dtype, want.part) != (recipe.dtype, recipe.part):
+                wrong |= group == n
+        for i in rows[wrong].tolist():
+            want = plan.target_params[int(plan.target[i])]
             problems.append(f"{_where(plan, i)}: would be written as {want.part} of {want.dtype}, which it does not become")
     problems += [
         f"{_where(plan, i)}: a quantised tensor in a plain parameter" for i in np.flatnonzero(made & ~plan.made).tolist()

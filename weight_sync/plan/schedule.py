@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from weight_sync.layout.table import Ints
 from weight_sync.layout.values import cast_text
+from weight_sync.plan.pieces import Piece, Pieces, cut, staged
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.runs import inner_elements
-from weight_sync.plan.straddle import KEPT_FROM
+from weight_sync.plan.straddle import KEPT_FROM, Straddles, straddles_of
 
 Floats = NDArray[np.float64]
 
@@ -63,45 +64,28 @@ class Budget:
         return min(self.source, self.target) // 2
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a transfer that is packed or unpacked: the box `at` (relative to the transfer) of `shape`, in elements.
-
-    round, stage: for UNPACK and BOTH, when it travels and at which byte of the destination's staging buffer it lands.
-    """
-
-    row: int
-    method: Method
-    at: tuple[int, ...]
-    shape: tuple[int, ...]
-    nbytes: int
-    round: int = 0
-    stage: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """method: of every transfer of the plan. pieces: of all that are not DIRECT, in the order of the plan."""
+    """method: of every transfer of the plan. pieces: of all that are not DIRECT."""
 
     plan: Plan
     method: Ints
-    pieces: tuple[Piece, ...]
+    pieces: Pieces
     costs: CostModel
     budget: Budget
 
     @property
     def rounds(self) -> int:
         """Staging rounds; round 0 also carries everything that is not staged."""
-        return 1 + max((p.round for p in self.pieces), default=0)
+        return 1 + int(self.pieces.round.max(initial=0))
 
     @cached_property
     def unpacked(self) -> dict[int, list[Piece]]:
         """Pieces that each rollout rank unpacks, in the order of the plan."""
         found: dict[int, list[Piece]] = {}
         ranks: list[int] = self.plan.target_rank.tolist()
-        for p in self.pieces:
-            if p.method in (Method.UNPACK, Method.BOTH):
-                found.setdefault(ranks[p.row], []).append(p)
+        for p in self.pieces.of(np.flatnonzero(np.isin(self.method, (Method.UNPACK, Method.BOTH)))):
+            found.setdefault(ranks[p.row], []).append(p)
         return found
 
     @cached_property
@@ -110,11 +94,18 @@ class Schedule:
         return {rank: max(p.stage + p.nbytes for p in pieces) for rank, pieces in self.unpacked.items()}
 
     @cached_property
+    def straddles(self) -> Straddles:
+        """Groups of quantised weights that lie on several trainer ranks."""
+        whole = any(p.made is not None and p.made.part == "global" for p in self.plan.catalog.patterns)
+        return straddles_of(self.plan, whole)
+
+    @cached_property
     def digest(self) -> str:
         hasher = xxhash.xxh3_128(f"{self.plan.digest} {self.costs} {self.budget}".encode())
         hasher.update(np.ascontiguousarray(self.method, "<i8").data)
-        for p in self.pieces:
-            hasher.update(repr((p.row, int(p.method), p.at, p.shape, p.round, p.stage)).encode())
+        pieces = self.pieces
+        for column in (pieces.row, pieces.method, pieces.at, pieces.shape, pieces.round, pieces.stage):
+            hasher.update(np.ascontiguousarray(column, "<i8").data)
         return hasher.hexdigest()
 
     def summary(self) -> dict[str, dict[str, int]]:
@@ -157,25 +148,16 @@ def make_schedule(plan: Plan, costs: CostModel | None = None, budget: Budget | N
         np.int64(Method.BOTH),
     )
     method = np.where(plan.computed, np.where(target_whole, np.int64(Method.PACK), np.int64(Method.BOTH)), method)
-    pieces: list[Piece] = []
-    cursor: dict[int, tuple[int, int]] = {}
-    steps = _steps(plan)
-    for row in _turns(plan, np.flatnonzero(method != Method.DIRECT)).tolist():
-        kind = Method(int(method[row]))
-        itemsize, rank = int(plan.itemsize[row]), int(plan.target_rank[row])
-        step = steps.get(int(plan.tensor[row]))
-        phase = None if step is None else tuple((plan.offset[row] % step).tolist())
-        for at, shape in _split(tuple(plan.shape[row].tolist()), budget.piece // itemsize, step, phase):
-            nbytes = prod(shape) * itemsize
-            round_, stage = 0, 0
-            if kind is not Method.PACK:
-                round_, stage = cursor.get(rank, (0, 0))
-                if stage + nbytes > budget.target:
-                    round_, stage = round_ + 1, 0
-                cursor[rank] = (round_, -(-(stage + nbytes) // 64) * 64)  # pieces start on cache lines
-            pieces.append(Piece(row, kind, at, shape, nbytes, round_, stage))
-    pieces.sort(key=lambda piece: piece.row)  # stable: the pieces of a row stay in row-major order
-    return Schedule(plan, method.astype(np.int64), tuple(pieces), costs, budget)
+    rows = _turns(plan, np.flatnonzero(method != Method.DIRECT))
+    index, at, shape = cut(rows, plan.shape[rows], plan.itemsize[rows], budget.piece, _steps(plan, rows, budget.piece))
+    row = rows[index]
+    nbytes = shape.prod(axis=1) * plan.itemsize[row]
+    round_, stage = np.zeros_like(row), np.zeros_like(row)
+    late = np.flatnonzero(method[row] != Method.PACK)
+    round_[late], stage[late] = staged(plan.target_rank[row[late]], nbytes[late], budget.target)
+    order = np.argsort(row, kind="stable")  # the pieces of a row stay in row-major order
+    columns = (row, method[row], at, shape, nbytes, round_, stage)
+    return Schedule(plan, method.astype(np.int64), Pieces(*(column[order] for column in columns)), costs, budget)
 
 
 def _turns(plan: Plan, rows: Ints) -> Ints:
@@ -221,39 +203,18 @@ def _costs(schedule: Schedule, row: int) -> tuple[float, float, int, int]:
     return float(direct[0]), float(packed[0]), int(runs[0]), int(inner[0] * plan.itemsize[row])
 
 
-def _steps(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Elements between which a made tensor may be cut, so that every group of its weight is in one piece."""
-    result: dict[int, tuple[int, ...]] = {}
-    ndim = plan.catalog.ndim
-    for tensor in np.unique(plan.tensor[plan.made]).tolist():
-        made = plan.catalog.pattern_of(tensor).made
-        if made is not None and prod(made.group) < KEPT_FROM:
-            step = tuple(max(1, g // b) for g, b in zip(made.group, made.block, strict=True))
-            result[tensor] = (*step, *(1,) * (ndim - len(step)))
-    return result
+def _steps(plan: Plan, rows: Ints, limit: int) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Row -> (step, phase) of transfers that must be cut so that every group of their weight is in one piece.
 
-
-def _split(
-    shape: tuple[int, ...], limit: int, step: tuple[int, ...] | None = None, phase: tuple[int, ...] | None = None
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a box into (offset, shape) boxes of at most `limit` elements, along the outermost dims.
-
-    step: cuts lie on multiples of it, counted from -phase; a box of one step may be larger than the limit.
+    Groups of which the source keeps the magnitudes may be cut anywhere.
     """
-    total = prod(shape)
-    unit, shift = step or (1,) * len(shape), phase or (0,) * len(shape)
-    d = next((i for i, size in enumerate(shape) if size > unit[i] - shift[i]), None)
-    if total <= limit or d is None:
-        return [((0,) * len(shape), shape)]
-    row = total // shape[d]
-    each = max(unit[d], limit // row // unit[d] * unit[d])
-    result: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    low = 0
-    while low < shape[d]:
-        high = min(shape[d], low + each - (shift[d] + low) % unit[d])
-        part = (*shape[:d], high - low, *shape[d + 1 :])
-        rest = (*shift[:d], (shift[d] + low) % unit[d], *shift[d + 1 :])
-        for at, size in _split(part, limit, step, rest):
-            result.append(((*at[:d], at[d] + low, *at[d + 1 :]), size))
-        low = high
+    result: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    large = rows[plan.made[rows] & (plan.nbytes[rows] > limit)]
+    for row in large.tolist():
+        made = plan.catalog.pattern_of(int(plan.tensor[row])).made
+        if made is not None and prod(made.group) < KEPT_FROM:
+            step = [max(1, g // b) for g, b in zip(made.group, made.block, strict=True)]
+            step += [1] * (plan.catalog.ndim - len(step))
+            offset: list[int] = plan.offset[row].tolist()
+            result[row] = tuple(step), tuple(o % s for o, s in zip(offset, step, strict=True))
     return result

@@ -77,7 +77,7 @@ def regions_of(plan: Plan, rows: Ints) -> Regions:
 
 @dataclass(frozen=True, eq=False)
 class Straddles:
-    """cells [n, 3]: (weight, group in dim 0, in dim 1), sorted; groups -1, -1: the whole weight, for schemes that need that.
+    """cells [n, 3]: (weight, group in dim 0, in dim 1), sorted; groups -1, -1: the whole weight and those that share its scale.
 
     of_rank: for every trainer rank, the cells that it holds some of, as ascending indices into `cells`.
     """
@@ -98,22 +98,23 @@ class Straddles:
         return {cell: n for n, cell in enumerate(_tuples(self.cells))}
 
 
+def cells_of_rank(plan: Plan, rank: int, whole: bool = False) -> Ints:
+    """[n, 3]: the straddling groups that a trainer rank holds some of, as in Straddles.cells, sorted."""
+    regions = regions_of(plan, plan.rows_from(rank))
+    cells: list[NDArray[np.int64]] = [np.zeros((0, 3), np.int64)]
+    cut = ((regions.low % regions.group) != 0) | (((regions.high % regions.group) != 0) & (regions.high != regions.shape))
+    for i in np.flatnonzero(cut.any(axis=1)).tolist():
+        at = np.argwhere(regions.open(i)) + regions.cells(i)[0]
+        cells.append(np.column_stack([np.full(len(at), regions.base[i]), at]))
+    if whole:
+        bases = np.unique(plan.catalog.sharer[regions.base])
+        cells.append(np.column_stack([bases, np.full((len(bases), 2), -1)]))
+    return np.unique(np.concatenate(cells), axis=0)
+
+
 def straddles_of(plan: Plan, whole: bool = False) -> Straddles:
     """whole: the scheme also needs the largest magnitude of every weight."""
-    found: list[Ints] = []
-    if not plan.made.any():
-        return Straddles(np.zeros((0, 3), np.int64), tuple(np.zeros(0, np.int64) for _ in range(plan.source_world)))
-    for rank in range(plan.source_world):
-        regions = regions_of(plan, plan.rows_from(rank))
-        cells: list[NDArray[np.int64]] = [np.zeros((0, 3), np.int64)]
-        cut = ((regions.low % regions.group) != 0) | (((regions.high % regions.group) != 0) & (regions.high != regions.shape))
-        for i in np.flatnonzero(cut.any(axis=1)).tolist():
-            at = np.argwhere(regions.open(i)) + regions.cells(i)[0]
-            cells.append(np.column_stack([np.full(len(at), regions.base[i]), at]))
-        if whole:
-            bases = np.unique(regions.base)
-            cells.append(np.column_stack([bases, np.full((len(bases), 2), -1)]))
-        found.append(np.unique(np.concatenate(cells), axis=0))
+    found = [cells_of_rank(plan, rank, whole) for rank in range(plan.source_world)]
     every = np.unique(np.concatenate(found), axis=0)
     place = {cell: n for n, cell in enumerate(_tuples(every))}
     return Straddles(every, tuple(np.asarray([place[cell] for cell in _tuples(cells)], np.int64) for cells in found))

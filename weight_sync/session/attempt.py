@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 from weight_sync.errors import SessionError
 from weight_sync.ids import Deadline
+from weight_sync.quant.kernel import Stats
 from weight_sync.session.calls import on_each, settled
 from weight_sync.session.connect import Connection
 from weight_sync.session.contracts import PauseMode, Receipt, RolloutEngine, SyncObserver, TrainerGroup
+from weight_sync.session.quantise import magnitudes
 from weight_sync.session.registry import Replica, ReplicaState
 from weight_sync.session.state import Machine, State
 from weight_sync.session.verify import Level, Verified, before_write, verify
@@ -24,7 +26,8 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One committed sync. bytes: written to engines. gathered_bytes: moved between trainer ranks (none). digest: of all.
+    """One committed sync. bytes: written to engines. gathered_bytes: told between trainer ranks: of quantised weights whose
+    groups lie on several ranks, four for each group and rank, else none. digest: of all.
 
     attempts: how many it took. left_out: replicas that were not part of it; they are suspect and were not resumed.
     """
@@ -46,7 +49,8 @@ class Outcome:
 class Attempt:
     """members: the replicas of the plan, in its order. touched: engines were asked to pause, so they are suspect if this fails.
 
-    verified: what was found equal, once it was.
+    verified: what was found equal, once it was. magnitudes: where weights are quantised, what each trainer rank is told of
+    groups that lie on several. made: what quantising them cost. gathered: bytes that trainer ranks told each other.
     """
 
     trainers: TrainerGroup
@@ -64,12 +68,20 @@ class Attempt:
     receipts: tuple[Receipt, ...] = ()
     moved: int = 0
     writes: int = 0
+    gathered: int = 0
+    magnitudes: dict[int, list[float]] | None = None
+    made: Stats | None = None
 
     def run(self, on_commit: Callable[[Attempt], None]) -> None:
         """Everything from pause to resume. on_commit: called at the one moment from which on the version is committed."""
         plan, watch = self.connection.plan, self.watch
+        if plan.made.any():
+            with watch.phase("quantise"):
+                self._quiesce()
+                self._scan()
         with watch.phase("pause"):
-            self._quiesce()
+            if self.magnitudes is None:
+                self._quiesce()
             self.touched = True
             for replica in self.members:
                 replica.to(ReplicaState.SYNCING)
@@ -79,7 +91,9 @@ class Attempt:
             before_write(self.level, [replica.engine for replica in self.members], self.session, self.deadline)
         with watch.phase("write"):
             sent = self._write()
-            watch.count(bytes=self.moved, writes=self.writes, transfers=len(plan))
+            watch.count(bytes=self.moved, gathered_bytes=self.gathered, writes=self.writes, transfers=len(plan))
+            if self.made is not None:
+                watch.figures({f"quant/{name}": value for name, value in self.made.to_json().items()})
         self.machine.to(State.WRITTEN)
         with watch.phase("verify"):
             engines = [replica.engine for replica in self.members]
@@ -112,6 +126,21 @@ class Attempt:
         payload = {"session": self.session, "plan": self.connection.schedule.digest}
         self.trainers.call("quiesce", dict.fromkeys(range(self.trainers.world), payload), self.deadline)
 
+    def _scan(self) -> None:
+        """Before anything is paused: look at every weight that is quantised, and settle on groups that several ranks hold."""
+        payload = {"session": self.session, "finite": self.connection.finite}
+        replies = self.trainers.call("scan", dict.fromkeys(range(self.trainers.world), payload), self.deadline)
+        for rank, reply in replies.items():
+            if reply["session"] != self.session:
+                raise SessionError(
+                    f"trainer rank {rank} answered scan of session {self.session} with that of {reply['session']}"
+                )
+            self.watch.add_spans(f"trainer {rank}", reply["spans"])
+        straddles = self.connection.schedule.straddles
+        said = {rank: reply["magnitudes"] for rank, reply in replies.items()}
+        self.magnitudes = magnitudes(said, straddles.of_rank, len(straddles))
+        self.gathered = straddles.nbytes
+
     def _begin(self, place: int, engine: RolloutEngine) -> None:
         connection = self.connection
         engine.begin(self.session, self.version, connection.labels[place], connection.epochs[place], self.deadline)
@@ -120,6 +149,7 @@ class Attempt:
         """Write everything, round by round. Returns the trainer ranks' digests of what they wrote."""
         schedule = self.connection.schedule
         digests: dict[int, list[str]] = {}
+        made = Stats()
         for round_ in range(schedule.rounds):
             payload = {
                 "session": self.session,
@@ -127,7 +157,10 @@ class Attempt:
                 "digests": self.level is not Level.OFF,
                 "seconds": self.deadline.check("write"),
             }
-            replies = self.trainers.call("write", dict.fromkeys(range(self.trainers.world), payload), self.deadline)
+            by_rank = dict.fromkeys(range(self.trainers.world), payload)
+            if round_ == 0 and self.magnitudes is not None:
+                by_rank = {rank: payload | {"magnitudes": self.magnitudes[rank]} for rank in by_rank}
+            replies = self.trainers.call("write", by_rank, self.deadline)
             for rank, reply in replies.items():
                 if (reply["session"], reply["round"]) != (self.session, round_):
                     raise SessionError(
@@ -138,8 +171,11 @@ class Attempt:
                 self.watch.add_spans(f"trainer {rank}", reply["spans"])
                 if reply["digests"] is not None:
                     digests[rank] = reply["digests"]
+                if reply.get("made") is not None:
+                    made = made.merged(Stats.from_json(reply["made"]))
             if schedule.stage_bytes:
                 self._each(lambda i, e, r=round_: self._place(i, e, r))
+        self.made = made if self.magnitudes is not None else None
         return digests
 
     def _place(self, place: int, engine: RolloutEngine, round_: int) -> None:
@@ -174,7 +210,7 @@ class Attempt:
             version=self.version,
             session=self.session,
             bytes=self.moved,
-            gathered_bytes=0,
+            gathered_bytes=self.gathered,
             writes=self.writes,
             transfers=len(self.connection.plan),
             seconds=time.monotonic() - begun,

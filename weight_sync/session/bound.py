@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 
 from weight_sync.errors import BindError, listed
-from weight_sync.ids import Deadline
 from weight_sync.layout.table import Ints
+from weight_sync.plan.pieces import Piece
 from weight_sync.plan.runs import expand_runs, merge_runs
-from weight_sync.plan.schedule import Method, Piece, Schedule
-from weight_sync.session.arrays import address
+from weight_sync.plan.schedule import Method, Schedule
 from weight_sync.session.casts import cast_into
 from weight_sync.session.digests import Digests
 from weight_sync.session.memory import Memory
+from weight_sync.session.pieces import Flight, flights, made_bytes
+from weight_sync.session.quantise import Quantiser
 from weight_sync.session.tables import TargetBinding
-from weight_sync.transport.base import Batch, Boxes, Endpoint, Ticket, Transport
+from weight_sync.transport.base import Batch, Boxes, Endpoint, Transport
 
 
 class Bound:
@@ -38,25 +39,28 @@ class Bound:
         self._strided, self._batch_bytes, self._kind = transport.strided, transport.batch_bytes, digest
         plan = schedule.plan
         self.rows = plan.rows_from(rank)
-        mine = {row: i for i, row in enumerate(self.rows.tolist())}
         self.pieces: list[list[Piece]] = [[] for _ in range(schedule.rounds)]
-        for piece in schedule.pieces:
-            if piece.row in mine:
-                self.pieces[piece.round].append(piece)
+        for piece in schedule.pieces.of(self.rows):
+            self.pieces[piece.round].append(piece)
         missing = sorted(set(plan.target_rank[self.rows].tolist()) - set(targets))
         if missing:
             raise BindError(f"trainer rank {rank}: no binding of rollout ranks {listed(missing)}")
         packs = np.isin(schedule.method, (Method.PACK, Method.BOTH))
-        if raw := np.flatnonzero(plan.casts & ~packs).tolist():
+        if raw := np.flatnonzero(plan.computed & ~packs).tolist():
             names = listed(plan.catalog.name(t) for t in plan.tensor[raw].tolist())
-            raise BindError(f"trainer rank {rank}: the schedule would move values unconverted that must be cast: {names}")
+            raise BindError(f"trainer rank {rank}: the schedule would move values unconverted that must be computed: {names}")
         direct = schedule.method[self.rows] == Method.DIRECT
         self.batches = self._batches(self.rows[direct])
         # On the host a piece is digested while the cache holds it; a GPU digests whole transfers, many in one launch, but for
-        # those that are cast: their bytes exist only as pieces.
-        self._whole = set[int]() if memory.device == "cpu" else set(self.rows[~direct & ~plan.casts[self.rows]].tolist())
+        # those that are computed: their bytes exist only as pieces.
+        self._whole = set[int]() if memory.device == "cpu" else set(self.rows[~direct & ~plan.computed[self.rows]].tolist())
+        self._odd = {piece.row for round_ in self.pieces for piece in round_ if piece.nbytes % 8}
         memory.digests(digest)  # raises now, before anything is paused, if this memory has no such digest
         self._digests: Digests | None = None
+        # Made now: what cannot be quantised is said before anything is paused.
+        self.quantiser = Quantiser(plan, rank, memory) if plan.made[self.rows].any() else None
+        done: dict[int, int] = {}
+        self.flights = [flights(self, pieces, done) for pieces in self.pieces]
 
     def target_address(self, row: int) -> int:
         plan = self.schedule.plan
@@ -137,8 +141,11 @@ class Bound:
         )
 
     def sent(self, row: int, at: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-        """What a part of a transfer must have arrived as: the live source words, cast if so declared."""
-        plan, view = self.schedule.plan, self.view(row, at, shape)
+        """What a part of a transfer must have arrived as: the live source words, cast or quantised if so declared."""
+        plan = self.schedule.plan
+        if plan.made[row]:
+            return made_bytes(self, row, at, shape)
+        view = self.view(row, at, shape)
         if not plan.casts[row]:
             return view
         nbytes = prod(shape) * int(plan.itemsize[row])
@@ -160,83 +167,13 @@ class Bound:
         if self._digests is not None:
             self._digests.whole(group, rows, lambda: [self.view(row) for row in rows])
 
-    def digest(self, row: int, view: Any) -> None:
-        """Add a piece of a transfer to its digest, if digests are wanted; pieces come in row-major order."""
-        if self._digests is not None and row not in self._whole:
-            self._digests.add(row, view)
+    def digest_pieces(self, group: object, flight: Flight, views: list[Any]) -> None:
+        """Add pieces of transfers to their digests, if digests are wanted; pieces of a transfer come in row-major order."""
+        if self._digests is None:
+            return
+        mine = [i for i, piece in enumerate(flight.pieces) if piece.row not in self._whole]
+        rows, first = [flight.pieces[i].row for i in mine], [flight.first[i] for i in mine]
+        self._digests.pieces(group, rows, first, [views[i] for i in mine], self._odd)
 
     def finished_digests(self) -> list[str]:
         return [] if self._digests is None else self._digests.hex(self.rows.tolist())
-
-
-def write_pieces(transport: Transport, bound: Bound, round_: int, deadline: Deadline) -> tuple[int, int]:
-    """Pack and write the pieces of a round; the two halves of the staging buffer take turns. (bytes, writes)."""
-    plan = bound.schedule.plan
-    half = bound.stage.storage.nbytes // 2 if bound.stage else 0
-    flying: list[Ticket | None] = [None, None]
-    turn, moved, writes = 0, 0, 0
-    for group in _groups(bound.pieces[round_], half, plan.target_rank):
-        ticket = flying[turn]
-        if ticket is not None:
-            moved += transport.wait(ticket, deadline).nbytes
-        rank = int(plan.target_rank[group[0].row])
-        target = bound.targets[rank]
-        sources: list[int] = []
-        destinations: list[int] = []
-        offset = turn * half
-        for piece in group:
-            view = bound.view(piece.row, piece.at, piece.shape)
-            if piece.method is Method.UNPACK:
-                bound.digest(piece.row, view)
-                sources.append(address(view))
-            else:
-                assert bound.stage is not None
-                packed = _packed(bound.stage, offset, bound.schedule, piece, view)
-                bound.digest(piece.row, packed)
-                sources.append(bound.stage.storage.address + offset)
-                offset += -(-piece.nbytes // 8) * 8
-            if piece.method is Method.PACK:
-                strides = plan.target_strides[piece.row].tolist()
-                element = int(plan.target_start[piece.row]) + sum(a * s for a, s in zip(piece.at, strides, strict=True))
-                destinations.append(bound.target_address(piece.row) + element * int(plan.itemsize[piece.row]))
-            else:
-                destinations.append(target.stage + piece.stage)
-        batch = Batch(
-            Endpoint.from_json(target.endpoint),
-            np.asarray(sources, np.int64),
-            np.asarray(destinations, np.int64),
-            np.asarray([p.nbytes for p in group], np.int64),
-            [plan.catalog.name(int(plan.tensor[p.row])) for p in group],
-        )
-        bound.memory.settle()  # what was packed is there before the transport looks
-        flying[turn] = transport.write(batch)
-        writes += len(group)
-        turn = 1 - turn
-    for ticket in flying:
-        if ticket is not None:
-            moved += transport.wait(ticket, deadline).nbytes
-    return moved, writes
-
-
-def _packed(stage: Any, offset: int, schedule: Schedule, piece: Piece, view: Any) -> Any:
-    """A piece's values in the staging buffer from byte `offset`, as the destination will hold them: cast if so declared."""
-    if schedule.plan.casts[piece.row]:
-        return cast_into(stage.bytes(offset, piece.nbytes), view, *schedule.plan.dtypes(piece.row))
-    packed = stage.region(offset, view, piece.shape)
-    packed[...] = view
-    return packed
-
-
-def _groups(pieces: list[Piece], half: int, target_rank: Ints) -> list[list[Piece]]:
-    """Pieces to one destination that fit half of the staging buffer together, in order."""
-    groups: list[list[Piece]] = []
-    used = 0
-    for piece in pieces:
-        size = -(-piece.nbytes // 8) * 8 if piece.method is not Method.UNPACK else 0
-        fits = groups and used + size <= half and target_rank[groups[-1][0].row] == target_rank[piece.row]
-        if not fits:
-            groups.append([])
-            used = 0
-        groups[-1].append(piece)
-        used += size
-    return groups

@@ -20,10 +20,20 @@ from weight_sync.layout.table import Layout, Param, layout_from_shards
 from weight_sync.layout.witness import agree
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.schedule import Budget, CostModel, Schedule
+from weight_sync.quant.emission import Quantisation
 from weight_sync.session.calls import on_each
 from weight_sync.session.contracts import EngineDescription, PauseMode, RolloutEngine, TrainerGroup
 from weight_sync.session.digests import kind_for
-from weight_sync.session.inputs import Declared, PlanInputs, Recorded, computed_names, dims_of, dropped_names, tensors_of
+from weight_sync.session.inputs import (
+    EXCHANGE,
+    Declared,
+    PlanInputs,
+    Recorded,
+    computed_names,
+    dims_of,
+    dropped_names,
+    tensors_of,
+)
 from weight_sync.session.recorded import ONE_WITNESS, published_catalog, recorded_layout, unserved_names
 from weight_sync.session.tables import target_table
 from weight_sync.session.takeover import Survey, survey
@@ -35,7 +45,7 @@ class SyncSpec:
 
     casts: dtypes that live trainer parameters may have where the HF tensor has another; their values are cast. A declared
     trainer says it itself (Declared.held_as). witness: compare a declared rollout layout with a recording of the engine's own
-    loader.
+    loader. straddle: see PlanInputs. finite: NaN and infinities in weights that are quantised are an error.
     """
 
     trainer: Declared | None
@@ -44,6 +54,8 @@ class SyncSpec:
     costs: CostModel = field(default_factory=CostModel)
     budget: Budget = field(default_factory=Budget)
     casts: Sequence[str] = ()
+    straddle: str = EXCHANGE
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +76,8 @@ class Connection:
     rounds: tuple[int, ...]
     digest: str
     """Which digest both sides compute of every transfer (weight_sync.session.digests)."""
+    finite: bool = True
+    """NaN and infinities in weights that are quantised are an error."""
 
     @property
     def plan(self) -> Plan:
@@ -97,7 +111,11 @@ def connect(
     dims = check_engines(spec, servers, engines, pause)
     model = tensors_of(spec.rollout)
     served = model_dtype(spec.rollout.config)
-    catalog = published_catalog(described, dict.fromkeys(spec.casts, served)) if model is None else model.catalog
+    if model is None:
+        catalog = published_catalog(described, dict.fromkeys(spec.casts, served))
+        catalog = catalog if spec.rollout.quant is None else Quantisation.from_json(spec.rollout.quant).catalog(catalog)
+    else:
+        catalog = model.catalog
     source: Declared | Mapping[str, Any]
     if spec.trainer is not None:
         source = spec.trainer
@@ -114,6 +132,7 @@ def connect(
         costs=spec.costs,
         budget=spec.budget,
         avoid=sorted(avoid),
+        straddle=spec.straddle,
     )
     layouts = inputs.layouts()
     schedule = inputs.schedule(layouts)
@@ -136,6 +155,7 @@ def connect(
         (schedule.digest,) * everybody,
         (schedule.rounds,) * everybody,
         digest,
+        spec.finite,
     )
     bind_trainers(trainers, connection, controller, deadline)
     return connection
@@ -315,7 +335,11 @@ def _recordings(
     engines: Sequence[RolloutEngine], catalog: Catalog, dims: EngineDims, deadline: Deadline
 ) -> dict[int, dict[int, dict[str, Any]]]:
     """What every worker's loader does with the catalog's tensors, by engine, then worker rank."""
-    tensors = {name: (list(pattern.shape), pattern.dtype) for pattern in catalog.patterns for name in pattern.names()}
+    tensors = {
+        name: (list(catalog.pattern_of(tensor).shape), catalog.dtype_of(tensor))
+        for name, tensor in catalog.ids.items()
+        if catalog.served[tensor]
+    }
     recordings = on_each(engines, lambda _, engine: engine.record(tensors, deadline), deadline)
     for i, by_rank in recordings.items():
         if sorted(by_rank) != list(range(dims.engine_world)):

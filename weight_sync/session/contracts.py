@@ -278,6 +278,10 @@ class SyncObserver(Protocol):
         """What was really done, once it was."""
         ...
 
+    def figures(self, values: Mapping[str, float]) -> None:
+        """More numbers of this sync, by name; reported as weight_sync/<name>."""
+        ...
+
     def say(self, text: str) -> None:
         """Something a person should read now: an attempt that failed and is made again, a replica that is left out."""
         ...

@@ -64,9 +64,16 @@ class DeviceMemory(Memory):
             p = self.param(name)
             if reason := not_contiguous(p):
                 raise BindError(f"{self.where}: {name} {reason}")
-            kinds = {1: self._torch.uint8, 2: self._torch.int16, 4: self._torch.int32, 8: self._torch.int64}
-            flat = self._flat[name] = self._tensors[name].detach().view(-1).view(kinds[ITEMSIZE[p.dtype]])
+            words = word_dtype(ITEMSIZE[p.dtype])
+            flat = self._flat[name] = self._tensors[name].detach().view(-1).view(words)
         return flat
+
+
+def word_dtype(size: int) -> Any:
+    """torch's dtype for words of so many bytes."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
 
 
 class DeviceStaging:
@@ -83,6 +90,9 @@ class DeviceStaging:
 
     def region(self, offset: int, like: Any, shape: Sequence[int]) -> Any:
         return self.bytes(offset, prod(shape) * like.element_size()).view(like.dtype).view(tuple(shape))
+
+    def words(self, offset: int, size: int, shape: Sequence[int]) -> Any:
+        return self.bytes(offset, prod(shape) * size).view(word_dtype(size)).view(tuple(shape))
 
     def bytes(self, offset: int, nbytes: int) -> Any:
         return self._buffer[offset : offset + nbytes]

@@ -5,7 +5,7 @@ Both sides of a plan use one kind of digest (`kind_for`): xxh3 where all memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,8 +35,13 @@ class Digests(Protocol):
         """Begin with regions that come in one view each. group: names the same keys and views when they come again."""
         ...
 
-    def add(self, key: Any, view: Any) -> None:
-        """The next part of a region that comes in several views, in row-major order."""
+    def pieces(
+        self, group: object, keys: Sequence[Any], first: Sequence[int], views: Sequence[Any], odd: Collection[Any] = ()
+    ) -> None:
+        """The next parts of regions that come in several views, in row-major order. first: bytes of the region before each.
+
+        group: as for whole(). odd: keys of regions of which some part is not made of whole 8-byte words.
+        """
         ...
 
     def hex(self, keys: Sequence[Any]) -> list[str]:
@@ -53,6 +58,12 @@ class HostDigests:
 
     def whole(self, group: object, keys: Sequence[Any], views: Callable[[], Sequence[Any]]) -> None:
         for key, view in zip(keys, views(), strict=True):
+            self.add(key, view)
+
+    def pieces(
+        self, group: object, keys: Sequence[Any], first: Sequence[int], views: Sequence[Any], odd: Collection[Any] = ()
+    ) -> None:
+        for key, view in zip(keys, views, strict=True):
             self.add(key, view)
 
     def add(self, key: Any, view: Any) -> None:
@@ -96,23 +107,47 @@ class DeviceDigests:
             self._kept[group] = strange, even, tables.owner, nbytes, tables.on(self._device, kernels.PER_PROGRAM)
         strange, even, owner, nbytes, launch = self._kept[group]
         for i, view in strange:
-            self.add(keys[i], view)
+            self._host.add(keys[i], to_host(view))
         with torch.cuda.device(self._device):  # hex() waits for this device's stream, whichever the thread's current device is
             sums = kernels.launch_digest(*launch)
         self._begun.append(([keys[i] for i in even], owner, nbytes, sums))
 
-    def add(self, key: Any, view: Any) -> None:
-        """Digested on the host: for the few regions that are cast on their way."""
-        self._host.add(key, to_host(view))
+    def pieces(
+        self, group: object, keys: Sequence[Any], first: Sequence[int], views: Sequence[Any], odd: Collection[Any] = ()
+    ) -> None:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        from weight_sync.device import kernels
+
+        if not keys:
+            return
+        if group not in self._kept:
+            strange = [i for i, key in enumerate(keys) if key in odd]  # in practice a few bytes
+            even = [i for i, key in enumerate(keys) if key not in odd]
+            sizes = np.asarray([views[i].numel() * views[i].element_size() for i in even], np.int64)
+            tables = Tables.of_ranges(np.asarray([views[i].data_ptr() for i in even], np.int64), sizes, 8)
+            tables.table[:, 6] = np.asarray([first[i] // 8 for i in even], np.int64)
+            launch = tables.on(self._device, kernels.PER_PROGRAM)
+            self._kept[group] = strange, even, tables.owner, sizes.astype(np.uint64), launch
+        strange, even, owner, nbytes, launch = self._kept[group]
+        for i in strange:
+            self._host.add(keys[i], to_host(views[i]))
+        with torch.cuda.device(self._device):
+            sums = kernels.launch_digest(*launch)
+        self._begun.append(([keys[i] for i in even], owner, nbytes, sums))
 
     def hex(self, keys: Sequence[Any]) -> list[str]:
-        found: dict[Any, str] = {}
+        totals: dict[Any, tuple[int, int]] = {}
         for begun, owner, nbytes, sums in self._begun:
-            totals = np.zeros(len(begun), np.uint64)
-            np.add.at(totals, owner, sums.cpu().numpy().view(np.uint64))
-            text = finish(totals, nbytes).astype(">u8").tobytes().hex()
-            found |= dict(zip(begun, (text[i : i + 16] for i in range(0, len(text), 16)), strict=True))
-        return [found[key] if key in found else self._host.hex([key])[0] for key in keys]
+            found = np.zeros(len(begun), np.uint64)
+            np.add.at(found, owner, sums.cpu().numpy().view(np.uint64))
+            for key, total, size in zip(begun, found.tolist(), nbytes.tolist(), strict=True):
+                before = totals.get(key, (0, 0))
+                totals[key] = (before[0] + total) % 2**64, before[1] + size
+        sums_, sizes = (np.asarray([value[i] for value in totals.values()], np.uint64) for i in range(2))
+        text = finish(sums_, sizes).astype(">u8").tobytes().hex()
+        done = dict(zip(totals, (text[i : i + 16] for i in range(0, len(text), 16)), strict=True))
+        return [done[key] if key in done else self._host.hex([key])[0] for key in keys]
 
 
 def box_of(view: Any) -> Box:

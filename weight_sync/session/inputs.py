@@ -28,6 +28,11 @@ from weight_sync.plan.plan import Plan
 from weight_sync.plan.planner import make_plan
 from weight_sync.plan.proof import prove_exact_once
 from weight_sync.plan.schedule import Budget, CostModel, Schedule, make_schedule
+from weight_sync.plan.straddle import refuse
+from weight_sync.quant.emission import Quantisation
+
+EXCHANGE, REFUSE = "exchange", "refuse"
+"""What to do where groups of quantised weights lie on several trainer ranks."""
 
 _MADE: dict[str, Schedule] = {}
 _LOCK = threading.Lock()
@@ -41,7 +46,8 @@ class Declared:
     """A layout to resolve from YAML. family, convention: merged YAML (convention None: the family's mcore rules).
 
     config: the HF config. dims: constructor arguments of TrainerDims or EngineDims. symbols: see resolve(). held_as: the dtype
-    of this side's parameters where it is not the model's, a declared cast of them all; see layout.family.Convention.
+    of this side's parameters where it is not the model's, a declared cast of them all; see layout.family.Convention. quant:
+    what the engines' checkpoint is quantised with, the same on both sides (Quantisation.to_json()); None: not at all.
     """
 
     family: Mapping[str, Any]
@@ -50,15 +56,16 @@ class Declared:
     convention: Mapping[str, Any] | None = None
     symbols: Mapping[str, int] = field(default_factory=dict[str, int])
     held_as: str = ""
+    quant: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """A rollout layout to be read from the live engines' own loaders (weight_sync.session.recorded).
 
-    family: merged YAML that says which HF tensors there are; None: those that the trainer's ranks publish. config, dims: as of
-    Declared. unserved: patterns of HF tensors that no engine takes. untouched: patterns of live parameters that no HF tensor
-    fills.
+    family: merged YAML that says which HF tensors there are; None: those that the trainer's ranks publish. config, dims, quant:
+    as of Declared. unserved: patterns of HF tensors that no engine takes. untouched: patterns of live parameters that no HF
+    tensor fills.
     """
 
     config: Mapping[str, Any]
@@ -66,6 +73,7 @@ class Recorded:
     family: Mapping[str, Any] | None = None
     unserved: Sequence[str] = ()
     untouched: Sequence[str] = ()
+    quant: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,8 @@ class PlanInputs:
     """Everything a plan depends on. source, target may be explicit layouts (Layout.to_json), where read from live ranks.
 
     avoid: trainer ranks that send only what no other rank holds. changes: engines that came ({"add": hosts of its workers}) and
-    went ({"drop": its place}) since the plan of everything else was made, in order; see weight_sync.plan.extend.
+    went ({"drop": its place}) since the plan of everything else was made, in order; see weight_sync.plan.extend. straddle: what
+    to do where groups of quantised weights lie on several trainer ranks: exchange or refuse; see weight_sync.plan.straddle.
     """
 
     source: Declared | Mapping[str, Any]
@@ -85,6 +94,7 @@ class PlanInputs:
     budget: Budget = field(default_factory=Budget)
     avoid: Sequence[int] = ()
     changes: Sequence[Mapping[str, Any]] = ()
+    straddle: str = EXCHANGE
 
     def to_json(self) -> dict[str, Any]:
         def side(value: Declared | Mapping[str, Any]) -> dict[str, Any]:
@@ -102,6 +112,7 @@ class PlanInputs:
             "budget": asdict(self.budget),
             "avoid": list(self.avoid),
             "changes": [dict(change) for change in self.changes],
+            "straddle": self.straddle,
         }
 
     @classmethod
@@ -119,6 +130,7 @@ class PlanInputs:
             Budget(**data["budget"]),
             data["avoid"],
             data["changes"],
+            data["straddle"],
         )
 
     def layouts(self) -> tuple[Layout, Layout]:
@@ -141,6 +153,8 @@ class PlanInputs:
         for change in self.changes:
             plan = self._changed(plan, change, source)
         schedule = make_schedule(plan, self.costs, self.budget)
+        if self.straddle == REFUSE:
+            refuse(plan, schedule.straddles)
         if len(plan) <= _SMALL:
             with _LOCK:
                 _MADE[key] = schedule
@@ -165,7 +179,12 @@ class PlanInputs:
 
 def tensors_of(side: Declared | Recorded) -> Model | None:
     """The model whose HF tensors a side moves, or None where no family declares them."""
-    return None if side.family is None else apply(parse_family(side.family), side.config)
+    return None if side.family is None else quantised(apply(parse_family(side.family), side.config), side.quant)
+
+
+def quantised(model: Model, quant: Mapping[str, Any] | None) -> Model:
+    """The model with the HF tensors of the engines' checkpoint."""
+    return model if quant is None else replace(model, catalog=Quantisation.from_json(quant).catalog(model.catalog))
 
 
 def model_of(declared: Declared) -> tuple[Model, Convention]:
@@ -173,7 +192,7 @@ def model_of(declared: Declared) -> tuple[Model, Convention]:
     convention = (
         mcore_convention(family) if declared.convention is None else engine_convention(parse_convention(declared.convention))
     )
-    return apply(family, declared.config), replace(convention, held_as=declared.held_as)
+    return quantised(apply(family, declared.config), declared.quant), replace(convention, held_as=declared.held_as)
 
 
 def dims_of(declared: Declared | Recorded, side: str) -> Dims:

@@ -246,5 +246,9 @@ class Staging:
         """`shape` words of like's kind from byte `offset`."""
         return self.bytes(offset, prod(shape) * like.itemsize).view(like.dtype).reshape(shape)
 
+    def words(self, offset: int, size: int, shape: Sequence[int]) -> NDArray[Any]:
+        """Words of `size` bytes from byte `offset`, in row-major order."""
+        return self.bytes(offset, prod(shape) * size).view(_WORDS[size]).reshape(shape)
+
     def bytes(self, offset: int, nbytes: int) -> Bytes:
         return self._buffer[offset : offset + nbytes]

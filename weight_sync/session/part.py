@@ -65,7 +65,7 @@ def _units(catalog: Catalog) -> Ints:
         layers = pattern.count // each
         parts.append(np.repeat(np.arange(first, first + layers, dtype=np.int64), each))
         first += layers
-    return np.concatenate(parts)
+    return np.concatenate(parts)[catalog.base]  # what is made of a weight goes with it
 
 
 def _together(holds: dict[int, set[int]], stage: int) -> set[int]:

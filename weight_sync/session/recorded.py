@@ -81,7 +81,7 @@ def recorded_layout(
             recording = by_rank[description.rank]
             _expressible(where, recording)
             rank = len(params)
-            params.append(_params(where, rank, description.params, recording, untouched, used))
+            params.append(_params(where, rank, description.params, recording, untouched, used, catalog))
             shards.append(list(recording["shards"]))
     if idle := [pattern for pattern in untouched if pattern not in used]:
         raise BindError(f"weight_sync.recorded.untouched: no live parameter without HF tensor matches {listed(idle)}")
@@ -94,7 +94,8 @@ def unserved_names(layout: Layout, patterns: Sequence[str]) -> list[str]:
     Raises: BindError naming the others: a tensor that a loader skips in silence would go stale for ever.
     """
     placed = set(np.unique(layout.tensor).tolist())
-    left = [name for name, tensor in layout.catalog.ids.items() if tensor not in placed]
+    served = layout.catalog.served
+    left = [name for name, tensor in layout.catalog.ids.items() if tensor not in placed and served[tensor]]
     if lost := [name for name in left if not _matches(name, patterns)]:
         raise BindError(
             f"the engines' loaders take nothing of {len(lost)} HF tensors: {listed(lost)}. If they are not served (a draft "
@@ -125,6 +126,7 @@ def _params(
     recording: Mapping[str, Any],
     untouched: Sequence[str],
     used: set[str],
+    catalog: Catalog,
 ) -> list[Param]:
     """The live parameters with their filling. Patterns of `untouched` that were needed are added to `used`."""
     written = _regions(recording["shards"])
@@ -148,13 +150,23 @@ def _params(
         elif missing:
             count, fault = abs(missing), "by no HF tensor" if missing > 0 else "more than once"
             problems.append(f"{param.name}: {count} of {prod(param.shape)} elements are written {fault}")
-        result.append(Param(rank, param.name, param.shape, param.dtype, filling))
+        parts = {_part(catalog, str(region["tensor"])) for region in regions}
+        if len(parts) > 1:
+            problems.append(f"{param.name}: holds {listed(sorted(part or 'plain tensors' for part in parts))} together")
+        result.append(Param(rank, param.name, param.shape, param.dtype, filling, part=next(iter(parts), "")))
     if problems:
         raise BindError(
             f"{where}: its loader does not cover its live parameters exactly once: {listed(problems)}. A parameter that keeps "
             "its value whatever is trained can be named in weight_sync.recorded.untouched"
         )
     return result
+
+
+def _part(catalog: Catalog, name: str) -> str:
+    """Of what quantised weights become, which one a tensor is."""
+    tensor = catalog.ids.get(name)
+    made = None if tensor is None or not catalog.is_made[tensor] else catalog.pattern_of(tensor).made
+    return "" if made is None else made.part
 
 
 def _regions(items: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

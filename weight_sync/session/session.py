@@ -109,12 +109,13 @@ class WeightSync:
             self._machine.require(State.IDLE, State.FAILED)
             return self._connect()
 
-    def sync(self, version: int) -> Outcome:
+    def sync(self, version: int, *, level: Level | None = None) -> Outcome:
         """Bring every engine to the trainer's current weights as `version`, which must be above the committed one.
 
         Takes as many attempts as FailurePolicy says; the error raised is the last one's, with notes of those before.
+        level: for this sync only, in place of the session's own.
         """
-        with self._alone("sync"):
+        with self._alone("sync"), self._at(level):
             self._machine.require(State.IDLE, State.FAILED)
             if type(version) is not int or version <= self._version:
                 raise SessionError(f"version {version!r} is not an integer above the committed {self._version}")
@@ -378,6 +379,15 @@ class WeightSync:
                     replica.to(ReplicaState.SYNCING)
                     replica.to(ReplicaState.READY, version=recovery.version)
             return recovery
+
+    @contextmanager
+    def _at(self, level: Level | None) -> Iterator[None]:
+        before = self._level
+        self._level = before if level is None else level
+        try:
+            yield
+        finally:
+            self._level = before
 
     @contextmanager
     def _alone(self, verb: str) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +24,9 @@ class SilentObserver:
 
     def say(self, text: str) -> None:
         return
+
+    def figures(self, values: Mapping[str, float]) -> None:
+        pass
 
     def mark_verified(self) -> None:
         return

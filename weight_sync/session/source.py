@@ -11,8 +11,11 @@ The controller reaches it by call(method, payload) -> reply, plain data both way
     quiesce   {"session", "plan"}                  -> {}; parameters hold the finished step, no step may start. Refused when
                                                       there is no binding of this plan or parameters moved since (a rank
                                                       that restarted): nothing has been paused yet
-    write     {"session", "round", "seconds"}      -> {"session", "round", "bytes", "writes", "spans", "digests"}; the digests
-                                                      with the last round only
+    scan      {"session", "finite"}                -> {"session", "magnitudes", "spans"}; where weights are quantised: looks at
+                                                      all of them. WeightsError for NaN and infinities, if finite is set
+    write     {"session", "round", "seconds"}      -> {"session", "round", "bytes", "writes", "spans", "digests", "made"}; the
+                                                      last two with the last round only. Where weights are quantised, round 0
+                                                      brings "magnitudes": those that scan gave, of all ranks
     compare   {"session", "seconds"}               -> {"bytes", "reads"}; reads what it wrote back out of the engines and
                                                       compares every byte with the live source. VerifyError names the first
                                                       that differs
@@ -34,12 +37,13 @@ from typing import Any
 from weight_sync.errors import BindError, SessionError, VerifyError, listed
 from weight_sync.ids import Deadline
 from weight_sync.plan.schedule import Schedule
-from weight_sync.session.bound import Bound, write_pieces
+from weight_sync.session.bound import Bound
 from weight_sync.session.contracts import LiveStorage, TrainerSource
 from weight_sync.session.digests import XXH3
 from weight_sync.session.gate import Gate, controller_of
 from weight_sync.session.inputs import PlanInputs
 from weight_sync.session.memory import Memory, memory_of
+from weight_sync.session.pieces import write_pieces
 from weight_sync.session.readback import BUFFER_BYTES, compare
 from weight_sync.session.tables import TargetBinding
 from weight_sync.transport.base import Endpoint, Region, Ticket, Transport
@@ -76,6 +80,7 @@ class SourceAgent:
             "extend": self._extend,
             "bind": self._bind,
             "quiesce": self._quiesce,
+            "scan": self._scan,
             "write": self._write,
             "compare": self._compare,
             "release": self._release,
@@ -111,7 +116,7 @@ class SourceAgent:
         memory = memory_of(self._source.tensors(), f"trainer rank {self.rank}")
         self._check(memory, schedule)
         peers = {rank: Endpoint.from_json(binding.endpoint) for rank, binding in targets.items()}
-        transport = self._registered(memory, max((p.nbytes for p in schedule.pieces), default=0), set(peers.values()))
+        transport = self._registered(memory, int(schedule.pieces.nbytes.max(initial=0)), set(peers.values()))
         deadline = Deadline.after(float(payload["seconds"]))
         bound = Bound(schedule, self.rank, memory, self._stage, targets, transport, str(payload.get("digest", XXH3)))
         for rank in sorted(set(schedule.plan.target_rank[bound.rows].tolist())):
@@ -192,6 +197,16 @@ class SourceAgent:
         self._session = None
         return {}
 
+    def _scan(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        bound = self._bound
+        if self._session != payload["session"] or bound is None:
+            raise SessionError(f"trainer rank {self.rank}: scan for session {payload['session']}, which is not open here")
+        if bound.quantiser is None:
+            return {"session": payload["session"], "magnitudes": [], "spans": []}
+        begin, wall = time.monotonic(), time.time()
+        found = bound.quantiser.scan(bool(payload["finite"]))
+        return {"session": payload["session"], "magnitudes": found, "spans": [self._span("quantise", begin, wall, 0)]}
+
     def _write(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         if self._session != payload["session"]:
             open_ = f"session {self._session} is open" if self._session else "nothing was quiesced: parameters may still change"
@@ -204,6 +219,10 @@ class SourceAgent:
         spans: list[dict[str, Any]] = []
         begin, wall = time.monotonic(), time.time()
         tickets: list[Ticket] = []
+        if round_ == 0 and bound.quantiser is not None:
+            if payload.get("magnitudes") is None:
+                raise SessionError(f"trainer rank {self.rank}: weights are quantised, but write came without magnitudes")
+            bound.quantiser.settle(payload["magnitudes"])
         self._writing = True  # until every byte is reported written; after an error, until the transport is closed
         if round_ == 0:
             bound.start_digests(bool(payload.get("digests", True)))
@@ -216,7 +235,8 @@ class SourceAgent:
         # After the last byte was read here by address, while direct writes are still on their way: together with quiesce(),
         # which looked before the first, it says that what was digested and packed was the parameters. If not, the sync ends.
         self._not_moved(bound)
-        digests = bound.finished_digests() if round_ == bound.schedule.rounds - 1 else None
+        last = round_ == bound.schedule.rounds - 1
+        digests = bound.finished_digests() if last else None
         for ticket in tickets:
             moved += transport.wait(ticket, deadline).nbytes
             writes += len(ticket.batch.nbytes)
@@ -224,7 +244,8 @@ class SourceAgent:
         spans.append(self._span("write", begin, wall, moved))
         # Which request this answers goes with it: an old reply taken for a new one would prove old bytes.
         answers = {"session": payload["session"], "round": round_}
-        return answers | {"bytes": moved, "writes": writes, "spans": spans, "digests": digests}
+        made = bound.quantiser.stats().to_json() if last and bound.quantiser is not None else None
+        return answers | {"bytes": moved, "writes": writes, "spans": spans, "digests": digests, "made": made}
 
     def _compare(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         bound, transport = self._bound, self._transport

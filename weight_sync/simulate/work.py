@@ -56,10 +56,8 @@ def work_of(schedule: Schedule, bucket: float = np.inf, bytes_ratio: float = 1.0
     writes = _writes(plan, direct, bucket, bytes_ratio)
     # Column by column, pieces are small records in Python; there are few unless a model's cuts fit badly.
     pieces = schedule.pieces
-    row = np.fromiter((p.row for p in pieces), np.int64, len(pieces))
-    size = np.fromiter((p.nbytes for p in pieces), np.float64, len(pieces)) * bytes_ratio
-    round_ = np.fromiter((p.round for p in pieces), np.int64, len(pieces))
-    kind = np.fromiter((int(p.method) for p in pieces), np.int64, len(pieces))
+    row, round_, kind = pieces.row, pieces.round, pieces.method
+    size = pieces.nbytes.astype(np.float64) * bytes_ratio
     copied = np.isin(kind, (int(Method.PACK), int(Method.BOTH)))
     staged = np.isin(kind, (int(Method.UNPACK), int(Method.BOTH)))
     source_rank, target_rank = plan.source_rank, plan.target_rank

@@ -1,0 +1,252 @@
+"""Jobs on a GPU as tables and launches of weight_sync.quant.triton_kernels: one launch for jobs of one kind, however many.
+
+Jobs share a launch if their words, alignment and size of group call for the same compiled kernel; a plan's jobs nearly always
+do. Where a group is larger than a tile, or a total is wanted that nobody gave, a launch that only looks comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports] - imported only where there is torch
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from numpy.typing import NDArray
+
+from weight_sync.errors import PlanError
+from weight_sync.quant import triton_kernels
+from weight_sync.quant.kernel import Job, Scan, Stats, check, check_view
+from weight_sync.quant.scheme import KINDS, Pair, Scheme
+
+TILE = 1 << 14
+"""Most elements of a tile: 64 KB of float32 in registers, so that two programs fit a multiprocessor."""
+ROWS_TILE = 1 << 13
+"""Elements of a tile of many small groups."""
+WARPS, ROWS_WARPS = 8, 4
+
+_COLUMN = {name: i for i, name in enumerate(triton_kernels.FIELDS)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What the compiled kernel depends on, beside the scheme."""
+
+    rows_kernel: bool
+    tile: Pair
+    group: int
+    source: str
+    contiguous: bool
+    aligned: bool
+
+
+class TritonKernel:
+    """See weight_sync.quant.kernel.Kernel."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+
+    def prepare(self, jobs: Sequence[Job], stats: bool = True) -> TritonPrepared:
+        check(self.scheme, jobs)
+        return TritonPrepared(self.scheme, jobs, stats)
+
+    def scan(self, jobs: Sequence[Job]) -> list[Scan]:
+        for job in jobs:
+            if text := check_view(job):
+                raise PlanError(f"{job.label or 'a job'}: {text}")
+        if not jobs:
+            return []
+        device = jobs[0].view.device
+        grids = [_grid(self.scheme, job) for job in jobs]
+        ends = np.cumsum([rows * cols for rows, cols in grids])
+        amax = torch.zeros(int(ends[-1]), dtype=torch.int32, device=device)
+        nonfinite = torch.zeros(len(jobs), dtype=torch.int64, device=device)
+        table = _table(self.scheme, jobs)
+        table[:, _COLUMN["found"]] = amax.data_ptr() + 4 * (ends - [rows * cols for rows, cols in grids])
+        table[:, _COLUMN["nonfinite"]] = nonfinite.data_ptr() + 8 * np.arange(len(jobs))
+        table[:, _COLUMN["total"]] = 0
+        for launch in _launches(self.scheme, jobs, table, look=True):
+            launch(nonfinite)
+        flat, counts = amax.view(torch.float32).cpu().numpy(), nonfinite.tolist()
+        parts = np.split(flat, ends[:-1])
+        return [Scan(part.reshape(grid), n) for part, grid, n in zip(parts, grids, counts, strict=True)]
+
+
+def _grid(scheme: Scheme, job: Job) -> Pair:
+    return scheme.part("scales").touched(job.origin, job.size, job.shape)[1]
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, (n - 1).bit_length())
+
+
+def _kind(scheme: Scheme, job: Job) -> _Kind:
+    rows, cols = scheme.groups(job.shape)
+    itemsize = job.view.element_size()
+    strides = job.view.stride()
+    contiguous = strides[1] == 1 or job.size[1] == 1
+    values = job.outs.get("values")
+    aligned = (
+        contiguous
+        and job.view.data_ptr() % 16 == 0
+        and strides[0] * itemsize % 16 == 0
+        and strides[0] % 8 == 0
+        and job.size[1] % 16 == 0
+        and job.origin[1] % 16 == 0
+        and cols % 16 == 0
+        and (values is None or values.data_ptr() % 16 == 0)
+    )
+    least = 1 if scheme.kind == "fp8" else 2  # two codes are packed into a byte
+    if rows == 1 and cols == _power(cols) and least <= cols <= 256:
+        width = max(cols, 512 if job.size[1] >= 256 else 128)  # two sizes only: each is compiled once
+        return _Kind(True, (max(1, ROWS_TILE // width), width), cols, job.source_dtype, contiguous, aligned)
+    if _whole_rows(scheme, job):
+        width = max(_power(job.size[1]), least)
+        return _Kind(True, (max(1, ROWS_TILE // width), width), width, job.source_dtype, contiguous, aligned)
+    width = min(max(_power(cols), least), TILE)
+    height = min(_power(rows), max(1, TILE // width))
+    return _Kind(False, (height, width), 1, job.source_dtype, contiguous, aligned)
+
+
+def _whole_rows(scheme: Scheme, job: Job) -> bool:
+    """Whether every row of the region is within one group of that row alone, and fits a tile of such rows."""
+    cols = scheme.groups(job.shape)[1]
+    power = cols == _power(cols) and cols <= 256
+    return scheme.groups(job.shape)[0] == 1 and not power and _grid(scheme, job)[1] == 1 and job.size[1] <= ROWS_TILE
+
+
+def _tiles(scheme: Scheme, job: Job, kind: _Kind) -> int:
+    rows, cols = _grid(scheme, job)
+    if kind.rows_kernel:
+        return -(-job.size[0] // kind.tile[0]) * -(-cols // (kind.tile[1] // kind.group))
+    sizes = scheme.groups(job.shape)
+    return rows * cols * -(-sizes[0] // kind.tile[0]) * -(-sizes[1] // kind.tile[1])
+
+
+def _split(scheme: Scheme, job: Job, kind: _Kind) -> bool:
+    """Whether several tiles share a group."""
+    sizes = scheme.groups(job.shape)
+    return not kind.rows_kernel and (sizes[0] > kind.tile[0] or sizes[1] > kind.tile[1])
+
+
+def _table(scheme: Scheme, jobs: Sequence[Job]) -> NDArray[np.int64]:
+    table = np.zeros((len(jobs), len(triton_kernels.FIELDS)), np.int64)
+    for at, job in zip(table, jobs, strict=True):
+        outs = {name: out.data_ptr() for name, out in job.outs.items()}
+        at[:] = (
+            job.view.data_ptr(), *job.view.stride(), *job.size, job.origin[0], 0 if _whole_rows(scheme, job) else job.origin[1],
+            *scheme.groups(job.shape), _grid(scheme, job)[1],
+            outs.get("values", 0), outs.get("scales", 0), 0 if job.amax is None else job.amax.data_ptr(),
+            0 if job.total is None else job.total.data_ptr(), outs.get("global", 0), outs.get("shape", 0), *job.shape, 0, 0,
+        )  # fmt: skip
+    return table
+
+
+class _Launch:
+    """One kernel over the tiles of some jobs."""
+
+    def __init__(self, scheme: Scheme, kind: _Kind, table: Any, tiles: tuple[Any, Any], look: bool, report: bool) -> None:
+        self._table, self._tiles = table, tiles
+        self._kernel: Any = triton_kernels.rows_kernel if kind.rows_kernel else triton_kernels.tile_kernel
+        shape = [part.dtype for part in scheme.parts if part.name == "shape"]
+        self._constants: dict[str, Any] = {
+            "FIELDS": len(triton_kernels.FIELDS), "SLOTS": triton_kernels.SLOTS, "LOOK": look, "REPORT": report,
+            "SOURCE": getattr(tl, kind.source), "ROUND": kind.source == "float32" and scheme.weight == "bfloat16",
+            "CONTIGUOUS": kind.contiguous, "ALIGNED": kind.aligned, "R": kind.tile[0], "C": kind.tile[1], "G": kind.group,
+            "KIND": scheme.kind, "SCALE": scheme.scale, "POWER": scheme.power, "APPLY": scheme.apply,
+            "ARITHMETIC": scheme.arithmetic, "SCALE_ARITHMETIC": scheme.scale_arithmetic, "INVERSE": scheme.inverse,
+            "DIVISOR": scheme.divisor, "FLOOR": scheme.floor, "LEAST": scheme.least, "ZERO": scheme.zero,
+            "LOW": scheme.bounds[0], "HIGH": scheme.bounds[1], "BEYOND": KINDS[scheme.kind][2],
+            "NEGATIVE_ZERO": scheme.negative_zero, "PACKED": scheme.packed, "DTYPE": scheme.part("scales").dtype,
+            "SHAPE": getattr(tl, shape[0]) if shape else None, "num_warps": ROWS_WARPS if kind.rows_kernel else WARPS,
+        }  # fmt: skip
+
+    def compile(self, stats: Any) -> None:
+        """Compile now, which takes seconds, and not while engines are paused."""
+        if hasattr(self._kernel, "warmup"):  # Triton's interpreter compiles nothing
+            self._kernel.warmup(self._table, *self._tiles, stats, grid=(1,), **self._constants)
+
+    def __call__(self, stats: Any) -> None:
+        self._kernel[(len(self._tiles[0]),)](self._table, *self._tiles, stats, **self._constants)
+
+
+def _launches(scheme: Scheme, jobs: Sequence[Job], table: Any, look: bool, report: bool = False) -> list[_Launch]:
+    """The launches over jobs, whose rows are in `table` (on the host; copied here)."""
+    by_kind: dict[_Kind, list[int]] = {}
+    for i, job in enumerate(jobs):
+        by_kind.setdefault(_kind(scheme, job), []).append(i)
+    device = jobs[0].view.device if jobs else None
+    there = torch.from_numpy(table).to(device)
+    launches = []
+    for kind, members in by_kind.items():
+        counts = np.asarray([_tiles(scheme, jobs[i], kind) for i in members], np.int64)
+        job = np.repeat(np.asarray(members, np.int32), counts)
+        at = np.arange(len(job)) - np.repeat(np.cumsum(counts) - counts, counts)
+        tiles = (torch.from_numpy(job).to(device), torch.from_numpy(at.astype(np.int32)).to(device))
+        launches.append(_Launch(scheme, kind, there, tiles, look, report))
+    return launches
+
+
+class TritonPrepared:
+    """See weight_sync.quant.kernel.Prepared. Views, parts, amax and total must be on one device and stay where they are."""
+
+    def __init__(self, scheme: Scheme, jobs: Sequence[Job], stats: bool) -> None:
+        self.jobs = list(jobs)  # keeps their memory alive
+        self._elements = sum(job.size[0] * job.size[1] for job in jobs)
+        self._looks: list[_Launch] = []
+        self._launches: list[_Launch] = []
+        if not jobs:
+            return
+        device = jobs[0].view.device
+        self._stats = torch.zeros((triton_kernels.SLOTS, 4), dtype=torch.int64, device=device)
+        table = _table(scheme, jobs)
+        look = self._looked(scheme, table, device)
+        if look:
+            self._looks = _launches(scheme, [jobs[i] for i in look], table[look], look=True)
+        self._launches = _launches(scheme, jobs, table, look=False, report=stats)
+        for launch in (*self._looks, *self._launches):
+            launch.compile(self._stats)
+        self._ran = False
+
+    def _looked(self, scheme: Scheme, table: NDArray[np.int64], device: Any) -> list[int]:
+        """Jobs whose absmax or total must be found first; the memory for it goes into the table."""
+        look: list[int] = []
+        words = 0
+        for i, job in enumerate(self.jobs):
+            rows, cols = _grid(scheme, job)
+            split = job.amax is None and _split(scheme, job, _kind(scheme, job))
+            total = scheme.scale == "two_level" and job.total is None
+            if split or total:
+                look.append(i)
+                table[i, _COLUMN["found"]] = words if split else -1
+                words += rows * cols if split else 0
+                table[i, _COLUMN["total"]] = words if total else table[i, _COLUMN["total"]]
+                words += int(total)
+        self._found = torch.zeros(words, dtype=torch.int32, device=device)
+        base = self._found.data_ptr()
+        for i in look:
+            found = int(table[i, _COLUMN["found"]])
+            table[i, _COLUMN["found"]] = 0 if found < 0 else base + 4 * found
+            if found >= 0:
+                table[i, _COLUMN["amax"]] = base + 4 * found
+            if scheme.scale == "two_level" and self.jobs[i].total is None:
+                table[i, _COLUMN["total"]] = base + 4 * int(table[i, _COLUMN["total"]])
+        return look
+
+    def run(self) -> None:
+        if not self._launches:
+            return
+        self._stats.zero_()
+        if self._looks:
+            self._found.zero_()
+        for launch in (*self._looks, *self._launches):
+            launch(self._stats)
+        self._ran = True
+
+    def stats(self) -> Stats:
+        if not self._launches or not self._ran:
+            return Stats()
+        rows = self._stats.cpu().numpy()
+        error = float(rows[:, 0].max().astype(np.int32).view(np.float32))
+        return Stats(error, *(int(n) for n in rows[:, 1:].sum(0)), elements=self._elements)

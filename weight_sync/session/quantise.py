@@ -1,0 +1,287 @@
+"""What one trainer rank makes of its live weights: the magnitudes that scales are made of, and jobs for the kernels.
+
+Each sync has two passes over the weights that are quantised. `scan` comes before anything is paused: it finds the largest
+magnitude of every group and counts NaN and infinities. Where groups lie on several ranks, the controller takes the largest
+of what the ranks say and `settle` puts it in (plan/straddle.py). Then, while pieces are packed, the kernels make values and
+scales of those magnitudes, piece by piece, in the staging buffer.
+
+Magnitudes of large groups are kept between both passes (four bytes each); those of small ones are found again in each piece,
+which then holds whole groups, except where a group lies on several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_sync.errors import BindError, WeightsError, listed
+from weight_sync.layout.table import Ints
+from weight_sync.plan.plan import Plan
+from weight_sync.plan.straddle import KEPT_FROM, cells_of_rank, regions_of
+from weight_sync.quant.emission import scheme_of
+from weight_sync.quant.kernel import Job, Kernel, Prepared, Stats, kernel_for
+from weight_sync.session.memory import Memory
+
+Floats = NDArray[np.float32]
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Magnitudes of the groups of a weight that one source parameter holds: `first` group, and where they lie in the pool."""
+
+    first: Pair
+    shape: Pair
+    at: int
+
+    def of(self, pool: Any) -> Any:
+        return pool[self.at : self.at + prod(self.shape)].reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """Kernels that are run together; counted is what the first one counts."""
+
+    values: Prepared
+    others: Prepared
+
+    def run(self) -> None:
+        self.values.run()
+        self.others.run()
+
+    def stats(self) -> Stats:
+        return self.values.stats()
+
+
+class Quantiser:
+    """A rank's part of a quantised plan, bound to its live weights. See the module docstring."""
+
+    def __init__(self, plan: Plan, rank: int, memory: Memory) -> None:
+        self._plan, self._memory, self._rank = plan, memory, rank
+        self.scheme = scheme_of(plan.catalog.scheme)
+        self.kernel: Kernel = kernel_for(self.scheme, memory.device)
+        self._regions = regions_of(plan, plan.rows_from(rank))
+        self.cells = cells_of_rank(plan, rank, self.needs_whole)
+        self._jobs = [self._scanned(i) for i in range(len(self._regions))]
+        self._tables = self._lay_out()
+        size = sum(prod(table.shape) for table in self._tables.values())
+        self._pool = np.zeros(size, np.float32)
+        # Whose whole magnitude is whose: that of a weight, or of one that it is fused with.
+        self._sharer = plan.catalog.sharer
+        self._totals = {base: n for n, base in enumerate(sorted(set(self._sharer[self._regions.base].tolist())))}
+        self._whole = np.zeros(len(self._totals), np.float32)
+        self._device_pool, self._device_whole = self._on_device(self._pool), self._on_device(self._whole)
+        self._nothing = self._on_device(np.zeros((1, 1), np.float32))
+        self._made: list[Prepared] = []
+
+    @property
+    def needs_whole(self) -> bool:
+        return self.scheme.scale == "two_level"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of magnitudes kept beside the weights."""
+        return self._pool.nbytes + self._whole.nbytes
+
+    # -- before anything is paused ------------------------------------------------------------------------------------
+
+    def scan(self, finite: bool) -> list[float]:
+        """Look at every weight. Returns the magnitudes of this rank's share of `cells`.
+
+        finite: raise WeightsError, naming tensor and rank, for NaN and infinities; their groups would have no meaning.
+        """
+        scans = self.kernel.scan(self._jobs)
+        regions = self._regions
+        if bad := [i for i, s in enumerate(scans) if s.nonfinite] if finite else []:
+            said = (f"{self._jobs[i].label} [{_span(regions, i)}]: {scans[i].nonfinite}" for i in bad)
+            raise WeightsError(
+                f"trainer rank {self._rank}: {len(bad)} weights to be quantised hold NaN or infinities: {listed(said)}. "
+                "Nothing was sent. To send them all the same: weight_sync.quant.check_finite=false"
+            )
+        self._pool[:] = 0
+        self._whole[:] = 0
+        for i, found in enumerate(scans):
+            base = int(regions.base[i])
+            n = self._totals[int(self._sharer[base])]
+            self._whole[n] = max(float(self._whole[n]), float(found.amax.max(initial=0)))
+            table = self._tables.get((int(regions.source[i]), base))
+            if table is not None:
+                low, high = regions.cells(i)
+                part = table.of(self._pool)[_cut(low, high, table.first)]
+                np.maximum(part, found.amax, out=part)
+        return [self._magnitude(cell) for cell in self.cells.tolist()]
+
+    def settle(self, magnitudes: Sequence[float]) -> None:
+        """Take the magnitudes of `cells` over all ranks; without any cells, there are none to take."""
+        if len(magnitudes) != len(self.cells):
+            raise BindError(f"trainer rank {self._rank}: {len(magnitudes)} magnitudes for {len(self.cells)} groups")
+        for (base, i, j), value in zip(self.cells.tolist(), magnitudes, strict=True):
+            if i < 0:
+                self._whole[self._totals[base]] = value
+                continue
+            for table in self._tables_of(base):
+                row, column = i - table.first[0], j - table.first[1]
+                if 0 <= row < table.shape[0] and 0 <= column < table.shape[1]:
+                    table.of(self._pool)[row, column] = value
+        for there, here in ((self._device_pool, self._pool), (self._device_whole, self._whole)):
+            if there is not here:
+                there.copy_(self._torch.from_numpy(here))
+
+    # -- while pieces are packed --------------------------------------------------------------------------------------
+
+    def prepare(self, pieces: Sequence[tuple[int, Sequence[int], Sequence[int], Any]]) -> Prepared:
+        """Kernels for pieces (row, first element, shape, bytes to fill) of made transfers; run() fills them, each sync."""
+        jobs = [self._job(*piece) for piece in pieces]
+        # Counted once, with the values; scales of the same groups would be counted again.
+        values = self.kernel.prepare([job for job in jobs if "values" in job.outs])
+        self._made.append(values)
+        others = [job for job in jobs if "values" not in job.outs]
+        return Both(values, self.kernel.prepare(others, stats=False)) if others else values
+
+    def fill(self, row: int, at: Sequence[int], shape: Sequence[int], out: Any) -> None:
+        """What a part of a made transfer must arrive as, into `out`; uncounted."""
+        self.kernel.prepare([self._job(row, at, shape, out)], stats=False).run()
+
+    def stats(self) -> Stats:
+        """Of everything that was made in this sync."""
+        total = Stats()
+        for made in self._made:
+            total = total.merged(made.stats())
+        return total
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _job(self, row: int, at: Sequence[int], shape: Sequence[int], out: Any) -> Job:
+        plan, catalog = self._plan, self._plan.catalog
+        tensor = int(plan.tensor[row])
+        base = int(catalog.base[tensor])
+        source = int(plan.source[row])
+        made = catalog.pattern_of(tensor).made
+        assert made is not None
+        whole = _pair(catalog.shapes[base])
+        block, group = _pair(made.block), _pair(made.group)
+        first = _pair(plan.offset[row] + np.asarray(at))
+        low = (first[0] * block[0], first[1] * block[1])
+        high = (min((first[0] + shape[0]) * block[0], whole[0]), min((first[1] + shape[1]) * block[1], whole[1]))
+        strides = (int(plan.source_strides[row, 0]) // block[0], int(plan.source_strides[row, 1]) // block[1])
+        start = int(plan.source_start[row]) + sum(a * int(s) for a, s in zip(at, plan.source_strides[row], strict=False))
+        name, dtype = plan.source_params[source].name, plan.source_params[source].dtype
+        cells = (low[0] // group[0], low[1] // group[1]), (-(-high[0] // group[0]), -(-high[1] // group[1]))
+        amax = self._known(source, base, *cells) if made.part != "global" else self._nothing
+        if made.part == "global":
+            high = low[0] + 1, low[1] + min(group[1], whole[1])  # made of the whole weight's magnitude alone
+        if amax is not None and made.part != "values":
+            # Nothing but magnitudes is read, and the groups may be cut here: a view of their size over one element.
+            view = self._memory.view(name, start, (0, 0), (high[0] - low[0], high[1] - low[1]))
+        else:
+            if amax is None:
+                amax = self._looked_up(name, dtype, start, strides, low, high, group, whole, cells)
+            view = self._memory.view(name, start, strides, (high[0] - low[0], high[1] - low[1]))
+        n = self._totals[int(self._sharer[base])]
+        total = self._device_whole[n : n + 1] if self.needs_whole else None
+        return Job(view, dtype, low, whole, {made.part: out}, amax, total, catalog.name(tensor))
+
+    def _looked_up(
+        self, name: str, dtype: str, start: int, strides: Pair, low: Pair, high: Pair, group: Pair, whole: Pair, cells: Any
+    ) -> Any:
+        """Magnitudes of groups that a box cuts, though this rank holds them whole; None where it cuts none."""
+        first, last = cells
+        wide = [(a * g, min(b * g, n)) for a, b, g, n in zip(first, last, group, whole, strict=True)]
+        if [(a, b) for a, b in zip(low, high, strict=True)] == wide:
+            return None
+        start -= sum((a - w[0]) * s for a, w, s in zip(low, wide, strides, strict=True))
+        view = self._memory.view(name, start, strides, tuple(b - a for a, b in wide))
+        (scan,) = self.kernel.scan([Job(view, dtype, (wide[0][0], wide[1][0]), whole, label=name)])
+        return self._on_device(scan.amax)
+
+    def _known(self, source: int, base: int, first: Pair, last: Pair) -> Any:
+        table = self._tables.get((source, base))
+        return None if table is None else table.of(self._device_pool)[_cut(first, last, table.first)]
+
+    def _scanned(self, i: int) -> Job:
+        regions, plan = self._regions, self._plan
+        row, param = int(regions.row[i]), plan.source_params[int(regions.source[i])]
+        block = plan.catalog.block[plan.tensor[row]][:2]
+        size = tuple((regions.high[i] - regions.low[i]).tolist())
+        view = self._memory.view(
+            param.name, int(plan.source_start[row]), (plan.source_strides[row][:2] // block).tolist(), size
+        )
+        name = plan.catalog.name(int(regions.base[i]))
+        return Job(view, param.dtype, _pair(regions.low[i]), _pair(regions.shape[i]), label=name)
+
+    def _lay_out(self) -> dict[tuple[int, int], _Table]:
+        """Where magnitudes are kept: of large groups, and of weights of which some group lies on several ranks."""
+        regions = self._regions
+        bounds: dict[tuple[int, int], tuple[Ints, Ints, bool]] = {}
+        for i in range(len(regions)):
+            key = int(regions.source[i]), int(regions.base[i])
+            low, high = regions.cells(i)
+            kept = int(regions.group[i].prod()) >= KEPT_FROM or bool(regions.open(i).any())
+            if key in bounds:
+                a, b, before = bounds[key]
+                low, high, kept = np.minimum(a, low), np.maximum(b, high), kept or before
+            bounds[key] = low, high, kept
+        tables: dict[tuple[int, int], _Table] = {}
+        at = 0
+        for key, (low, high, kept) in bounds.items():
+            if kept:
+                tables[key] = _Table(_pair(low), _pair(high - low), at)
+                at += prod(tables[key].shape)
+        return tables
+
+    def _tables_of(self, base: int) -> list[_Table]:
+        return [table for (_, other), table in self._tables.items() if other == base]
+
+    def _magnitude(self, cell: Sequence[int]) -> float:
+        base, i, j = cell
+        if i < 0:
+            return float(self._whole[self._totals[base]])
+        found = 0.0
+        for table in self._tables_of(base):
+            row, column = i - table.first[0], j - table.first[1]
+            if 0 <= row < table.shape[0] and 0 <= column < table.shape[1]:
+                found = max(found, float(table.of(self._pool)[row, column]))
+        return found
+
+    def _on_device(self, array: Floats) -> Any:
+        if self._memory.device == "cpu":
+            return array
+        return self._torch.from_numpy(array).to(self._memory.device)
+
+    @property
+    def _torch(self) -> Any:
+        import torch  # pyright: ignore[reportMissingImports] - weights on a GPU are torch's
+
+        return torch
+
+
+def magnitudes(said: Mapping[int, Sequence[float]], of_rank: Sequence[Ints], cells: int) -> dict[int, list[float]]:
+    """The controller's part: what each rank is told about its cells, the largest of what all ranks said.
+
+    said: what scan() returned, by rank. of_rank, cells: those of plan.straddle.Straddles. Raises BindError for a rank that
+    spoke of other cells.
+    """
+    most = np.zeros(cells, np.float32)
+    for rank, mine in enumerate(of_rank):
+        if len(said[rank]) != len(mine):
+            raise BindError(f"trainer rank {rank} spoke of {len(said[rank])} groups; the plan has {len(mine)} there")
+        np.maximum.at(most, mine, np.asarray(said[rank], np.float32))
+    return {rank: most[mine].tolist() for rank, mine in enumerate(of_rank)}
+
+
+def _pair(values: Any) -> Pair:
+    return int(values[0]), int(values[1])
+
+
+def _cut(first: Any, last: Any, origin: Pair) -> tuple[slice, slice]:
+    a, b = (slice(int(low) - o, int(high) - o) for low, high, o in zip(first, last, origin, strict=True))
+    return a, b
+
+
+def _span(regions: Any, i: int) -> str:
+    return ", ".join(f"{a}:{b}" for a, b in zip(regions.low[i].tolist(), regions.high[i].tolist(), strict=True))
