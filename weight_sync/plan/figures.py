@@ -64,11 +64,21 @@ def held(params: Sequence[Param], world: int) -> Ints:
 
 
 def source_staging(schedule: Schedule) -> dict[int, int]:
-    """Bytes of staging on each trainer rank that packs: two halves, each as large as its largest piece."""
-    largest = np.zeros(schedule.plan.source_world, np.int64)
-    np.maximum.at(largest, schedule.plan.source_rank[schedule.pieces.row], schedule.pieces.nbytes)
-    packing: list[int] = np.flatnonzero(largest).tolist()
-    return {rank: 2 * (-(-int(largest[rank]) // 64) * 64) for rank in packing}
+    """Bytes of staging on each trainer rank that packs, in two halves.
+
+    Each half is as large as the rank's largest piece. A rank that quantises has thousands of pieces, which travel many
+    together: it takes what the budget allows, or what it has to send.
+    """
+    plan, pieces = schedule.plan, schedule.pieces
+    rank = plan.source_rank[pieces.row]
+    largest, total = (np.zeros(plan.source_world, np.int64) for _ in range(2))
+    np.maximum.at(largest, rank, pieces.nbytes)
+    np.add.at(total, rank, -(-pieces.nbytes // 8) * 8)
+    made = np.zeros(plan.source_world, np.bool_)
+    made[plan.source_rank[plan.made]] = True
+    half = np.where(made, np.maximum(largest, np.minimum(total, schedule.budget.source // 2)), largest)
+    packing: list[int] = np.flatnonzero(half).tolist()
+    return {rank: 2 * (-(-int(half[rank]) // 64) * 64) for rank in packing}
 
 
 def transfer_runs(plan: Plan, rows: Ints | None = None) -> tuple[Ints, Ints]:

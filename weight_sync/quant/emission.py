@@ -16,7 +16,6 @@ from weight_sync.layout.emitted import SUFFIX, Emission, Part, quantised
 from weight_sync.quant.published import Excludes
 from weight_sync.quant.scheme import Scheme
 
-
 _MADE: dict[object, Catalog] = {}
 
 
@@ -68,7 +67,7 @@ def emission_of(scheme: Scheme) -> Emission:
             continue  # a constant of the engine's: no sync changes a weight's shape
         if part.suffix != SUFFIX or not part.becomes.startswith(SUFFIX):
             raise ConfigError(
-                f"quantisation scheme {scheme.name}: its {part.name} turn *{part.suffix} into *{part.becomes}; planned are only "
+                f"quantisation scheme {scheme.name}: its {part.name} turn *{part.suffix} into *{part.becomes}; planned are "
                 f"tensors named *{SUFFIX} that become *{SUFFIX}<suffix>"
             )
         parts.append(Part(part.name, part.becomes.removeprefix(SUFFIX), part.dtype, part.block))

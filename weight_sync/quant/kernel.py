@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from typing import Any, Protocol
 
+import numpy as np
+
 from weight_sync.errors import PlanError, listed
 from weight_sync.ids import ITEMSIZE
 from weight_sync.quant.scheme import Pair, Scheme
@@ -114,6 +116,47 @@ class Kernel(Protocol):
     def scan(self, jobs: Sequence[Job]) -> list[Scan]:
         """absmax and count of NaN and infinities of every job; reads view, source_dtype, origin and shape alone."""
         ...
+
+    def prepare_scan(self, jobs: Sequence[Job], kept: Sequence[bool]) -> PreparedScan:
+        """scan() for jobs that come again with every sync. kept: of which jobs the groups' absmax is wanted."""
+        ...
+
+
+class PreparedScan(Protocol):
+    """What the last run() found, in host memory.
+
+    amax: float32 of the kept jobs' groups, job after job, each in row-major order; at: where each kept job's begin, and where
+    the last ones end. most, nonfinite [jobs]: absmax of a job, and its NaN and infinities.
+    """
+
+    amax: Any
+    at: Any
+    most: Any
+    nonfinite: Any
+
+    def run(self) -> None: ...
+
+
+class ScanEach:
+    """PreparedScan by scan() of one job after another."""
+
+    def __init__(self, kernel: Kernel, jobs: Sequence[Job], kept: Sequence[bool]) -> None:
+        self._kernel, self._jobs, self._kept = kernel, list(jobs), list(kept)
+        parts = [kernel.scheme.part("scales").touched(job.origin, job.size, job.shape)[1] for job in jobs]
+        sizes = [prod(part) for part, keep in zip(parts, kept, strict=True) if keep]
+        self.at: Any = np.cumsum([0, *sizes])
+        self.amax: Any = np.zeros(int(self.at[-1]), np.float32)
+        self.most: Any = np.zeros(len(jobs), np.float32)
+        self.nonfinite: Any = np.zeros(len(jobs), np.int64)
+
+    def run(self) -> None:
+        place = 0
+        for i, (job, keep) in enumerate(zip(self._jobs, self._kept, strict=True)):
+            (found,) = self._kernel.scan([job])
+            self.most[i], self.nonfinite[i] = found.amax.max(initial=0), found.nonfinite
+            if keep:
+                self.amax[self.at[place] : self.at[place + 1]] = found.amax.reshape(-1)
+                place += 1
 
 
 def kernel_for(scheme: Scheme, device: str, backend: str = "auto") -> Kernel:

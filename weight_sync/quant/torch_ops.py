@@ -14,7 +14,7 @@ import torch  # pyright: ignore[reportMissingImports] - imported only where ther
 
 from weight_sync.errors import PlanError
 from weight_sync.quant.host import BAND, bands
-from weight_sync.quant.kernel import Job, Scan, Stats, check, check_view
+from weight_sync.quant.kernel import Job, Scan, ScanEach, Stats, check, check_view
 from weight_sync.quant.scheme import EXPONENT, KINDS, Scheme
 
 _INFINITE = 0x7F800000
@@ -34,6 +34,9 @@ class TorchKernel:
     def prepare(self, jobs: Sequence[Job], stats: bool = True) -> TorchPrepared:
         check(self.scheme, jobs)
         return TorchPrepared(self.scheme, jobs, stats)
+
+    def prepare_scan(self, jobs: Sequence[Job], kept: Sequence[bool]) -> ScanEach:
+        return ScanEach(self, jobs, kept)
 
     def scan(self, jobs: Sequence[Job]) -> list[Scan]:
         found = []

@@ -364,7 +364,7 @@ def rows_kernel(
     across = tl.cdiv(grid_cols, C // G)
     j = (at % across) * (C // G)
     r = (at // across) * R + tl.arange(0, R)
-    c_low = j * G - left % G  # left is 0 where the group is a whole row, of which G is the next power of two
+    c_low = j * G - left % G
     if ALIGNED:
         c_low = tl.multiple_of(c_low, 16)
     c = c_low + tl.arange(0, C)
@@ -377,8 +377,8 @@ def rows_kernel(
     nonfinite = most * 0
     if LOOK or REPORT:  # noqa: SIM102 - one is known when compiling, the other when running
         if most >= 0x7F800000:
-            bad = (magnitude >= 0x7F800000).to(tl.int32)
-            nonfinite = tl.sum(tl.sum(tl.sum(bad, 2), 1), 0)
+            bad = (w.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
+            nonfinite = tl.sum(tl.sum(bad.to(tl.int32), 1), 0)
     g = j + tl.arange(0, C // G)
     group = r[:, None] * grid_cols + g[None, :]
     there = (r < rows)[:, None] & (g < grid_cols)[None, :]
@@ -437,7 +437,7 @@ def rows_kernel(
             largest = own.to(tl.float32, bitcast=True)
             largest = tl.div_rn(largest, used) if APPLY == "divide" else largest * used
             if tl.max(tl.max(tl.where(there, largest, 0.0), 1), 0) > HIGH + BEYOND:  # else none is
-                out = (y > HIGH + BEYOND) | (y < LOW - BEYOND)
-                saturated = tl.sum(tl.sum(tl.sum(out.to(tl.int32), 2), 1), 0)
+                out = tl.reshape(((y > HIGH + BEYOND) | (y < LOW - BEYOND)).to(tl.int32), [R, C])
+                saturated = tl.sum(tl.sum(out, 1), 0)
             zeros = tl.sum(tl.sum(((amax == 0) & there).to(tl.int32), 1), 0)
             _count(stats, program, error, saturated, zeros, nonfinite, SLOTS)

@@ -24,7 +24,7 @@ TILE = 1 << 14
 """Most elements of a tile: 64 KB of float32 in registers, so that two programs fit a multiprocessor."""
 ROWS_TILE = 1 << 13
 """Elements of a tile of many small groups."""
-WARPS, ROWS_WARPS = 8, 4
+MOST_WARPS = 8
 
 _COLUMN = {name: i for i, name in enumerate(triton_kernels.FIELDS)}
 
@@ -40,6 +40,12 @@ class _Kind:
     contiguous: bool
     aligned: bool
 
+    @property
+    def warps(self) -> int:
+        """So many that a thread holds 32 to 64 elements."""
+        elements = self.tile[0] * self.tile[1]
+        return max(1, min(MOST_WARPS, elements // (2048 if self.rows_kernel else 1024)))
+
 
 class TritonKernel:
     """See weight_sync.quant.kernel.Kernel."""
@@ -50,6 +56,9 @@ class TritonKernel:
     def prepare(self, jobs: Sequence[Job], stats: bool = True) -> TritonPrepared:
         check(self.scheme, jobs)
         return TritonPrepared(self.scheme, jobs, stats)
+
+    def prepare_scan(self, jobs: Sequence[Job], kept: Sequence[bool]) -> TritonScan:
+        return TritonScan(self.scheme, jobs, kept)
 
     def scan(self, jobs: Sequence[Job]) -> list[Scan]:
         for job in jobs:
@@ -71,6 +80,48 @@ class TritonKernel:
         flat, counts = amax.view(torch.float32).cpu().numpy(), nonfinite.tolist()
         parts = np.split(flat, ends[:-1])
         return [Scan(part.reshape(grid), n) for part, grid, n in zip(parts, grids, counts, strict=True)]
+
+
+class TritonScan:
+    """See weight_sync.quant.kernel.PreparedScan: tables are made once, a run is a launch and three small copies."""
+
+    def __init__(self, scheme: Scheme, jobs: Sequence[Job], kept: Sequence[bool]) -> None:
+        for job in jobs:
+            if text := check_view(job):
+                raise PlanError(f"{job.label or 'a job'}: {text}")
+        grids = np.asarray([_grid(scheme, job) for job in jobs], np.int64).reshape(-1, 2)
+        sizes = grids.prod(axis=1)[np.asarray(kept, np.bool_)]
+        self.at: Any = np.append(0, np.cumsum(sizes))
+        self.amax: Any = np.zeros(int(self.at[-1]), np.float32)
+        self.most: Any = np.zeros(len(jobs), np.float32)
+        self.nonfinite: Any = np.zeros(len(jobs), np.int64)
+        self._jobs = list(jobs)  # keeps their memory alive
+        self._launches: list[_Launch] = []
+        if not jobs:
+            return
+        device = jobs[0].view.device
+        self._amax = torch.zeros(len(self.amax), dtype=torch.int32, device=device)
+        self._most = torch.zeros(len(jobs), dtype=torch.int32, device=device)
+        self._nonfinite = torch.zeros(len(jobs), dtype=torch.int64, device=device)
+        table = _table(scheme, jobs)
+        table[:, _COLUMN["found"]] = 0
+        table[np.flatnonzero(kept), _COLUMN["found"]] = self._amax.data_ptr() + 4 * self.at[:-1]
+        table[:, _COLUMN["nonfinite"]] = self._nonfinite.data_ptr() + 8 * np.arange(len(jobs))
+        table[:, _COLUMN["total"]] = self._most.data_ptr() + 4 * np.arange(len(jobs))
+        self._launches = _launches(scheme, jobs, table, look=True)
+        for launch in self._launches:
+            launch.compile(self._nonfinite)
+
+    def run(self) -> None:
+        if not self._launches:
+            return
+        for tensor in (self._amax, self._most, self._nonfinite):
+            tensor.zero_()
+        for launch in self._launches:
+            launch(self._nonfinite)
+        self.amax[:] = self._amax.view(torch.float32).cpu().numpy()
+        self.most[:] = self._most.view(torch.float32).cpu().numpy()
+        self.nonfinite[:] = self._nonfinite.cpu().numpy()
 
 
 def _grid(scheme: Scheme, job: Job) -> Pair:
@@ -101,19 +152,9 @@ def _kind(scheme: Scheme, job: Job) -> _Kind:
     if rows == 1 and cols == _power(cols) and least <= cols <= 256:
         width = max(cols, 512 if job.size[1] >= 256 else 128)  # two sizes only: each is compiled once
         return _Kind(True, (max(1, ROWS_TILE // width), width), cols, job.source_dtype, contiguous, aligned)
-    if _whole_rows(scheme, job):
-        width = max(_power(job.size[1]), least)
-        return _Kind(True, (max(1, ROWS_TILE // width), width), width, job.source_dtype, contiguous, aligned)
     width = min(max(_power(cols), least), TILE)
     height = min(_power(rows), max(1, TILE // width))
     return _Kind(False, (height, width), 1, job.source_dtype, contiguous, aligned)
-
-
-def _whole_rows(scheme: Scheme, job: Job) -> bool:
-    """Whether every row of the region is within one group of that row alone, and fits a tile of such rows."""
-    cols = scheme.groups(job.shape)[1]
-    power = cols == _power(cols) and cols <= 256
-    return scheme.groups(job.shape)[0] == 1 and not power and _grid(scheme, job)[1] == 1 and job.size[1] <= ROWS_TILE
 
 
 def _tiles(scheme: Scheme, job: Job, kind: _Kind) -> int:
@@ -135,7 +176,7 @@ def _table(scheme: Scheme, jobs: Sequence[Job]) -> NDArray[np.int64]:
     for at, job in zip(table, jobs, strict=True):
         outs = {name: out.data_ptr() for name, out in job.outs.items()}
         at[:] = (
-            job.view.data_ptr(), *job.view.stride(), *job.size, job.origin[0], 0 if _whole_rows(scheme, job) else job.origin[1],
+            job.view.data_ptr(), *job.view.stride(), *job.size, *job.origin,
             *scheme.groups(job.shape), _grid(scheme, job)[1],
             outs.get("values", 0), outs.get("scales", 0), 0 if job.amax is None else job.amax.data_ptr(),
             0 if job.total is None else job.total.data_ptr(), outs.get("global", 0), outs.get("shape", 0), *job.shape, 0, 0,
@@ -159,7 +200,7 @@ class _Launch:
             "DIVISOR": scheme.divisor, "FLOOR": scheme.floor, "LEAST": scheme.least, "ZERO": scheme.zero,
             "LOW": scheme.bounds[0], "HIGH": scheme.bounds[1], "BEYOND": KINDS[scheme.kind][2],
             "NEGATIVE_ZERO": scheme.negative_zero, "PACKED": scheme.packed, "DTYPE": scheme.part("scales").dtype,
-            "SHAPE": getattr(tl, shape[0]) if shape else None, "num_warps": ROWS_WARPS if kind.rows_kernel else WARPS,
+            "SHAPE": getattr(tl, shape[0]) if shape else None, "num_warps": kind.warps,
         }  # fmt: skip
 
     def compile(self, stats: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -167,7 +167,7 @@ class Bound:
         if self._digests is not None:
             self._digests.whole(group, rows, lambda: [self.view(row) for row in rows])
 
-    def digest_pieces(self, group: object, flight: Flight, views: list[Any]) -> None:
+    def digest_pieces(self, group: object, flight: Flight, views: Sequence[Any]) -> None:
         """Add pieces of transfers to their digests, if digests are wanted; pieces of a transfer come in row-major order."""
         if self._digests is None:
             return

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 class Flight:
     """Pieces to one destination that fill half of the staging buffer together, and the batch that writes them.
 
-    offsets: of each piece in the staging buffer, None where it is written from where it lies. made: fills those that are made
-    of weights. first: byte of its transfer at which each piece begins.
+    offsets: of each piece in the staging buffer, None where it is written from where it lies. first: byte of its transfer at
+    which each piece begins. made: fills those that are made of weights. views: what is written of each piece, where that always
+    lies in the same place.
     """
 
     pieces: tuple[Piece, ...]
@@ -39,6 +40,7 @@ class Flight:
     first: tuple[int, ...]
     batch: Batch
     made: Prepared | None
+    views: tuple[Any, ...] | None
 
 
 def flights(bound: Bound, pieces: Sequence[Piece], done: dict[int, int]) -> list[Flight]:
@@ -85,7 +87,12 @@ def flights(bound: Bound, pieces: Sequence[Piece], done: dict[int, int]) -> list
             if plan.made[p.row] and at is not None
         ]
         prepared = bound.quantiser.prepare(made) if made and bound.quantiser is not None else None
-        result.append(Flight(tuple(group), tuple(offsets), tuple(first), batch, prepared))
+        views = None
+        if len(made) == len(group):  # thousands of pieces in each sync: nothing is done for each that can be done once
+            views = tuple(
+                bound.stage.words(at, int(plan.itemsize[p.row]), p.shape) for p, at in zip(group, offsets, strict=True)
+            )
+        result.append(Flight(tuple(group), tuple(offsets), tuple(first), batch, prepared, views))
     return result
 
 
@@ -110,11 +117,13 @@ def write_pieces(transport: Transport, bound: Bound, round_: int, deadline: Dead
     return moved, writes
 
 
-def _filled(bound: Bound, flight: Flight) -> list[Any]:
+def _filled(bound: Bound, flight: Flight) -> Sequence[Any]:
     """What is written of each piece: its packed, cast or quantised words, or the live ones."""
     plan = bound.schedule.plan
     if flight.made is not None:
         flight.made.run()
+    if flight.views is not None:
+        return flight.views
     views: list[Any] = []
     for piece, offset in zip(flight.pieces, flight.offsets, strict=True):
         if offset is None:

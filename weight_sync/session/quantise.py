@@ -11,7 +11,7 @@ which then holds whole groups, except where a group lies on several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -33,14 +33,23 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Magnitudes of the groups of a weight that one source parameter holds: `first` group, and where they lie in the pool."""
+    """Magnitudes of some groups of a weight, `first` to one past `last`, that lie in the pool from `at`."""
 
     first: Pair
-    shape: Pair
+    last: Pair
     at: int
+
+    @property
+    def shape(self) -> Pair:
+        return self.last[0] - self.first[0], self.last[1] - self.first[1]
 
     def of(self, pool: Any) -> Any:
         return pool[self.at : self.at + prod(self.shape)].reshape(self.shape)
+
+    def whole_rows(self, first: Pair, last: Pair) -> bool:
+        """Whether these groups are here, and next to each other in memory."""
+        inside = all(a <= b and c <= d for a, b, c, d in zip(self.first, first, last, self.last, strict=True))
+        return inside and (last[0] - first[0] == 1 or (first[1], last[1]) == (self.first[1], self.last[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +78,18 @@ class Quantiser:
         self.cells = cells_of_rank(plan, rank, self.needs_whole)
         self._jobs = [self._scanned(i) for i in range(len(self._regions))]
         self._tables = self._lay_out()
-        size = sum(prod(table.shape) for table in self._tables.values())
-        self._pool = np.zeros(size, np.float32)
+        self._by_base: dict[int, list[_Table]] = {}
+        for (_, base), tables in self._tables.items():
+            self._by_base.setdefault(base, []).extend(tables.values())
+        kept = {i for tables in self._tables.values() for i in tables}
+        self._scan = self.kernel.prepare_scan(self._jobs, [i in kept for i in range(len(self._jobs))])
+        self._pool: Floats = self._scan.amax  # laid out as the tables are
+        # Groups that kernels want next to each other and that do not lie so in the pool: few, each with an array of its own.
+        self._extra: dict[tuple[int, int, Pair, Pair], tuple[Floats, Any]] = {}
         # Whose whole magnitude is whose: that of a weight, or of one that it is fused with.
         self._sharer = plan.catalog.sharer
         self._totals = {base: n for n, base in enumerate(sorted(set(self._sharer[self._regions.base].tolist())))}
+        self._total_of = np.asarray([self._totals[int(self._sharer[base])] for base in self._regions.base.tolist()], np.int64)
         self._whole = np.zeros(len(self._totals), np.float32)
         self._device_pool, self._device_whole = self._on_device(self._pool), self._on_device(self._whole)
         self._nothing = self._on_device(np.zeros((1, 1), np.float32))
@@ -95,25 +111,17 @@ class Quantiser:
 
         finite: raise WeightsError, naming tensor and rank, for NaN and infinities; their groups would have no meaning.
         """
-        scans = self.kernel.scan(self._jobs)
-        regions = self._regions
-        if bad := [i for i, s in enumerate(scans) if s.nonfinite] if finite else []:
-            said = (f"{self._jobs[i].label} [{_span(regions, i)}]: {scans[i].nonfinite}" for i in bad)
+        scan, regions = self._scan, self._regions
+        scan.run()
+        if finite and (bad := np.flatnonzero(scan.nonfinite).tolist()):
+            said = (f"{self._jobs[i].label} [{_span(regions, i)}]: {int(scan.nonfinite[i])}" for i in bad)
             raise WeightsError(
                 f"trainer rank {self._rank}: {len(bad)} weights to be quantised hold NaN or infinities: {listed(said)}. "
                 "Nothing was sent. To send them all the same: weight_sync.quant.check_finite=false"
             )
-        self._pool[:] = 0
-        self._whole[:] = 0
-        for i, found in enumerate(scans):
-            base = int(regions.base[i])
-            n = self._totals[int(self._sharer[base])]
-            self._whole[n] = max(float(self._whole[n]), float(found.amax.max(initial=0)))
-            table = self._tables.get((int(regions.source[i]), base))
-            if table is not None:
-                low, high = regions.cells(i)
-                part = table.of(self._pool)[_cut(low, high, table.first)]
-                np.maximum(part, found.amax, out=part)
+        if self.needs_whole:
+            self._whole[:] = 0
+            np.maximum.at(self._whole, self._total_of, scan.most)
         return [self._magnitude(cell) for cell in self.cells.tolist()]
 
     def settle(self, magnitudes: Sequence[float]) -> None:
@@ -124,11 +132,12 @@ class Quantiser:
             if i < 0:
                 self._whole[self._totals[base]] = value
                 continue
-            for table in self._tables_of(base):
-                row, column = i - table.first[0], j - table.first[1]
-                if 0 <= row < table.shape[0] and 0 <= column < table.shape[1]:
-                    table.of(self._pool)[row, column] = value
-        for there, here in ((self._device_pool, self._pool), (self._device_whole, self._whole)):
+            for table, place in self._holding(base, i, j):
+                table.of(self._pool)[place] = value
+        for (source, base, first, last), (here, _) in self._extra.items():
+            self._gather(self._tables[source, base].values(), first, last, here)
+        pools = [(self._device_pool, self._pool), (self._device_whole, self._whole)]
+        for there, here in [*pools, *((there, here) for here, there in self._extra.values())]:
             if there is not here:
                 there.copy_(self._torch.from_numpy(here))
 
@@ -200,8 +209,27 @@ class Quantiser:
         return self._on_device(scan.amax)
 
     def _known(self, source: int, base: int, first: Pair, last: Pair) -> Any:
-        table = self._tables.get((source, base))
-        return None if table is None else table.of(self._device_pool)[_cut(first, last, table.first)]
+        tables = self._tables.get((source, base))
+        if tables is None:
+            return None
+        for table in tables.values():
+            if table.whole_rows(first, last):
+                return table.of(self._device_pool)[_cut(first, last, table.first)]
+        key = source, base, first, last
+        if key not in self._extra:
+            here = np.zeros((last[0] - first[0], last[1] - first[1]), np.float32)
+            self._extra[key] = here, self._on_device(here)
+        return self._extra[key][1]
+
+    def _gather(self, tables: Iterable[_Table], first: Pair, last: Pair, into: Floats) -> None:
+        """The magnitudes of these groups out of several tables; of a group in two of them, the larger."""
+        into[...] = 0
+        for table in tables:
+            low = max(first[0], table.first[0]), max(first[1], table.first[1])
+            high = min(last[0], table.last[0]), min(last[1], table.last[1])
+            if low[0] < high[0] and low[1] < high[1]:
+                part = into[_cut(low, high, first)]
+                np.maximum(part, table.of(self._pool)[_cut(low, high, table.first)], out=part)
 
     def _scanned(self, i: int) -> Job:
         regions, plan = self._regions, self._plan
@@ -214,39 +242,40 @@ class Quantiser:
         name = plan.catalog.name(int(regions.base[i]))
         return Job(view, param.dtype, _pair(regions.low[i]), _pair(regions.shape[i]), label=name)
 
-    def _lay_out(self) -> dict[tuple[int, int], _Table]:
-        """Where magnitudes are kept: of large groups, and of weights of which some group lies on several ranks."""
-        regions = self._regions
-        bounds: dict[tuple[int, int], tuple[Ints, Ints, bool]] = {}
-        for i in range(len(regions)):
-            key = int(regions.source[i]), int(regions.base[i])
-            low, high = regions.cells(i)
-            kept = int(regions.group[i].prod()) >= KEPT_FROM or bool(regions.open(i).any())
-            if key in bounds:
-                a, b, before = bounds[key]
-                low, high, kept = np.minimum(a, low), np.maximum(b, high), kept or before
-            bounds[key] = low, high, kept
-        tables: dict[tuple[int, int], _Table] = {}
-        at = 0
-        for key, (low, high, kept) in bounds.items():
-            if kept:
-                tables[key] = _Table(_pair(low), _pair(high - low), at)
-                at += prod(tables[key].shape)
-        return tables
+    def _lay_out(self) -> dict[tuple[int, int], dict[int, _Table]]:
+        """(source parameter, weight) -> region -> where its magnitudes are kept.
 
-    def _tables_of(self, base: int) -> list[_Table]:
-        return [table for (_, other), table in self._tables.items() if other == base]
+        Those of large groups are, and all of weights of which some group lies on several ranks.
+        """
+        regions = self._regions
+        members: dict[tuple[int, int], list[int]] = {}
+        for i in range(len(regions)):
+            members.setdefault((int(regions.source[i]), int(regions.base[i])), []).append(i)
+        small = prod(_pair(regions.group[0])) < KEPT_FROM if len(regions) else False
+        kept = {key for key, mine in members.items() if not small or any(regions.open(i).any() for i in mine)}
+        tables: dict[tuple[int, int], dict[int, _Table]] = {}
+        at = 0
+        for i in range(len(regions)):  # in the order of the scan, which fills them
+            key = int(regions.source[i]), int(regions.base[i])
+            if key in kept:
+                low, high = regions.cells(i)
+                table = tables.setdefault(key, {})[i] = _Table(_pair(low), _pair(high), at)
+                at += prod(table.shape)
+        return tables
 
     def _magnitude(self, cell: Sequence[int]) -> float:
         base, i, j = cell
         if i < 0:
             return float(self._whole[self._totals[base]])
-        found = 0.0
-        for table in self._tables_of(base):
-            row, column = i - table.first[0], j - table.first[1]
-            if 0 <= row < table.shape[0] and 0 <= column < table.shape[1]:
-                found = max(found, float(table.of(self._pool)[row, column]))
-        return found
+        return max(float(table.of(self._pool)[place]) for table, place in self._holding(base, i, j))
+
+    def _holding(self, base: int, i: int, j: int) -> list[tuple[_Table, Pair]]:
+        """The tables with a group of a weight, and its place in each."""
+        return [
+            (t, (i - t.first[0], j - t.first[1]))
+            for t in self._by_base.get(base, ())
+            if t.first[0] <= i < t.last[0] and t.first[1] <= j < t.last[1]
+        ]
 
     def _on_device(self, array: Floats) -> Any:
         if self._memory.device == "cpu":

@@ -36,6 +36,7 @@ from typing import Any
 
 from weight_sync.errors import BindError, SessionError, VerifyError, listed
 from weight_sync.ids import Deadline
+from weight_sync.plan.figures import source_staging
 from weight_sync.plan.schedule import Schedule
 from weight_sync.session.bound import Bound
 from weight_sync.session.contracts import LiveStorage, TrainerSource
@@ -116,7 +117,7 @@ class SourceAgent:
         memory = memory_of(self._source.tensors(), f"trainer rank {self.rank}")
         self._check(memory, schedule)
         peers = {rank: Endpoint.from_json(binding.endpoint) for rank, binding in targets.items()}
-        transport = self._registered(memory, int(schedule.pieces.nbytes.max(initial=0)), set(peers.values()))
+        transport = self._registered(memory, source_staging(schedule).get(self.rank, 0), set(peers.values()))
         deadline = Deadline.after(float(payload["seconds"]))
         bound = Bound(schedule, self.rank, memory, self._stage, targets, transport, str(payload.get("digest", XXH3)))
         for rank in sorted(set(schedule.plan.target_rank[bound.rows].tolist())):
@@ -125,19 +126,18 @@ class SourceAgent:
         self._bound, self._bound_by = bound, controller_of(str(payload.get("controller") or ""))
         return {"endpoint": transport.describe().to_json()}
 
-    def _registered(self, memory: Memory, piece: int, peers: set[Endpoint]) -> Transport:
-        """A transport on which the parameters and a staging buffer of two pieces are registered: the old one if it fits.
+    def _registered(self, memory: Memory, staging: int, peers: set[Endpoint]) -> Transport:
+        """A transport on which the parameters and `staging` bytes of a buffer are registered: the old one if it fits.
 
         Not one that has spoken to a peer that is gone: it keeps what it knew of it, open sockets too, and Mooncake would take a
         newcomer on the same port (it draws from 2,000) for the one that left, for ever.
         """
-        half = -(-piece // 64) * 64
-        enough = not half or (self._stage is not None and self._stage.storage.nbytes >= 2 * half)
+        enough = not staging or (self._stage is not None and self._stage.storage.nbytes >= staging)
         fits = enough and self._storages == memory.storages and self._probed <= peers
         if self._transport is not None and not self._writing and fits:
             return self._transport
         self._close()
-        self._stage = memory.staging(2 * half) if half else None
+        self._stage = memory.staging(staging) if staging else None
         self._storages = memory.storages
         self._transport = self._open()
         storages = [*memory.storages, *([self._stage.storage] if self._stage else [])]
