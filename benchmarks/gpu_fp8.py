@@ -1,6 +1,6 @@
 """bf16 against fp8 quantised at the source: the same weights, two GPUs, one run.
 
-    python benchmarks/gpu_fp8.py [--layers 48] [--rounds 5] [--block 128] [--budget 512]
+    python benchmarks/gpu_fp8.py [--layers 48] [--rounds 5] [--block 128] [--budget 512] [--no-report]
 
 Needs what gpu_p2p.py needs. Qwen3-30B-A3B shapes; the trainer's bf16 weights lie on GPU 0, and on GPU 1 lie two engines'
 parameters, one set bf16 and one fp8 with a float32 scale for each block. In turn, several times:
@@ -10,7 +10,7 @@ parameters, one set bf16 and one fp8 with a float32 scale for each block. In tur
     fp8     the same; values and scales are made on GPU 0, in a staging buffer of --budget MB
 
 The fp8 engine's parameters are compared with what plain torch operations make of the trainer's weights, by digests of every
-parameter.
+parameter. --no-report: the numbers of what quantising cost (weight_sync.quant.report) are not computed.
 """
 
 from __future__ import annotations
@@ -146,16 +146,18 @@ def _words(torch: Any, tensor: Any) -> Any:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
 
 
-def session(sides: list[Remote], name: str, declared: tuple[Declared, Declared], budget: Budget, watch: Phases) -> WeightSync:
+def session(
+    sides: list[Remote], name: str, declared: tuple[Declared, Declared], budget: Budget, report: bool, watch: Phases
+) -> WeightSync:
     from weight_sync.session.inputs import dims_of
 
     source, target = declared
     engine = SideEngine(sides[1], name, 1, model=target.config, sizes=dict(dims_of(target, "rollout").sizes))
-    spec = SyncSpec(source, target, witness=False, costs=COSTS, budget=budget)
+    spec = SyncSpec(source, target, witness=False, costs=COSTS, budget=budget, report=report)
     return WeightSync(SideTrainers(sides[0], name, 1), [engine], spec, observer=watch)
 
 
-def run(layers: int, rounds: int, block: int, budget: int) -> dict[str, Any]:
+def run(layers: int, rounds: int, block: int, budget: int, report: bool) -> dict[str, Any]:
     port = free_port()
     sides = [Remote(QuantSide, trainer, layers, port, block) for trainer in (True, False)]
     for side in sides:
@@ -163,7 +165,7 @@ def run(layers: int, rounds: int, block: int, budget: int) -> dict[str, Any]:
     plain = gpu_p2p.specs(layers, "same")
     declared = {"ours": plain, "fp8": quantised(plain, block)}
     phases = {name: Phases() for name in declared}
-    syncs = {n: session(sides, n, declared[n], Budget(budget << 20, budget << 20), phases[n]) for n in declared}
+    syncs = {n: session(sides, n, declared[n], Budget(budget << 20, budget << 20), report, phases[n]) for n in declared}
     nbytes: dict[str, int] = {}
     for name, sync in syncs.items():
         began = time.perf_counter()
@@ -204,9 +206,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--block", type=int, default=128)
     parser.add_argument("--budget", type=int, default=512, help="MB of staging")
+    parser.add_argument("--no-report", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result = run(options.layers, options.rounds, options.block, options.budget)
+    result = run(options.layers, options.rounds, options.block, options.budget, not options.no_report)
     seconds, nbytes = result["seconds"], result["bytes"]
     for name, values in seconds.items():
         moved = nbytes.get(name, nbytes["ours"])

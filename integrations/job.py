@@ -185,6 +185,7 @@ def resolve_early(job: JobConf, config: Mapping[str, Any]) -> SyncSpec:
         casts=tuple(job.trainer.casts),
         straddle=conf.quant.straddle.value,
         finite=conf.quant.check_finite,
+        report=conf.quant.report,
     )
 
 

@@ -7,7 +7,6 @@ leaves its parameter lands in guard bytes, and World.check() finds it.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -15,6 +14,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from traps import Traps
 
 from weight_sync.config import engine_yaml, family_yaml
 from weight_sync.ids import ITEMSIZE
@@ -74,49 +74,6 @@ def declared(
     theirs = {"remainder": convention.get("remainder", "inner"), **(rollout or {"tp": 2})}
     source = Declared(family, dict(config), ours, None, {"vocab_multiple": 8 * ours.get("tp", 1)})
     return source, Declared(family, dict(config), theirs, convention)
-
-
-class Traps:
-    """Failures to come, and a log of every call. where: "trainer 0", "engine e1", "worker 1" (rollout rank) ...
-
-    at(where, verb, error): raise it once, before the call; after=True: once the call is done. do(): run something instead.
-    """
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, str]] = []
-        self._traps: dict[tuple[str, str, bool], list[Callable[[], None]]] = {}
-        self._lock = threading.Lock()
-
-    def at(self, where: str, verb: str, error: BaseException, *, after: bool = False, times: int = 1) -> None:
-        def throw() -> None:
-            raise error
-
-        for _ in range(times):
-            self.do(where, verb, throw, after=after)
-
-    def do(self, where: str, verb: str, action: Callable[[], None], *, after: bool = False) -> None:
-        self._traps.setdefault((where, verb, after), []).append(action)
-
-    def enter(self, where: str, verb: str) -> None:
-        with self._lock:
-            self.log.append((where, verb))
-        self._spring(where, verb, after=False)
-
-    def leave(self, where: str, verb: str) -> None:
-        self._spring(where, verb, after=True)
-
-    def _spring(self, where: str, verb: str, *, after: bool) -> None:
-        waiting = self._traps.get((where, verb, after))
-        if waiting:
-            waiting.pop(0)()
-
-    @property
-    def sprung(self) -> bool:
-        """Whether all traps were."""
-        return not any(self._traps.values())
-
-    def verbs(self, where: str) -> list[str]:
-        return [verb for place, verb in self.log if place == where]
 
 
 class TrappedSource(SourceAgent):

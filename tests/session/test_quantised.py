@@ -183,3 +183,10 @@ def test_what_quantising_cost_is_reported() -> None:
     # e4m3 has three bits of mantissa: half a step of the largest values is 16 of 448
     assert 0 < record.figures["quant/max_relative_error"] <= 16 / 448 + 1e-6
     assert "quantise" in record.phases
+
+
+def test_a_sync_without_a_report_says_nothing_and_sends_the_same() -> None:
+    world = build(quantised(SCHEMES["fp8 blocks"]))
+    world.sync._spec = replace(world.sync._spec, report=False)
+    world.commit(1)
+    assert all(agent._bound.quantiser.stats() is None for agent in world.source_agents)

@@ -51,7 +51,8 @@ class HostKernel:
         for job in jobs:
             if text := check_view(job):
                 raise PlanError(f"{job.label or 'a job'}: {text}")
-        return [_scanned(self.scheme, job, Workspace(band_elements(self.scheme, jobs))) for job in jobs]
+        space = Workspace(band_elements(self.scheme, jobs))
+        return [_scanned(self.scheme, job, space) for job in jobs]
 
 
 class Workspace:

@@ -19,7 +19,7 @@ FIELDS = (
     "values", "scales", "amax", "total", "global", "shape", "w_rows", "w_cols", "found", "nonfinite",
 )  # fmt: skip
 """Columns of a job's row: addresses of its words and parts (0: not there), sizes and strides in elements, where its region
-begins in W, the group's size, columns of groups; amax and total: known; found and nonfinite: written when only looking.
+begins in W, the group's size, columns of groups; amax and total: known; found, nonfinite and total: written when only looking.
 Kernels load them by number."""
 
 SLOTS = 256
@@ -292,10 +292,9 @@ def tile_kernel(
         where = tl.load(row + 18)
         if where != 0:
             tl.atomic_max(where.to(tl.pointer_type(tl.int32)) + group, own)
-        if SCALE == "two_level":
-            total_at = tl.load(row + 13)
-            if total_at != 0:
-                tl.atomic_max(total_at.to(tl.pointer_type(tl.int32)), own)
+        total_at = tl.load(row + 13)
+        if total_at != 0:
+            tl.atomic_max(total_at.to(tl.pointer_type(tl.int32)), own)
         found = tl.load(row + 19)
         if (nonfinite != 0) & (found != 0):
             tl.atomic_add(found.to(tl.pointer_type(tl.int64)), nonfinite.to(tl.int64))
@@ -389,10 +388,9 @@ def rows_kernel(
         found = tl.load(row + 19)
         if (nonfinite != 0) & (found != 0):
             tl.atomic_add(found.to(tl.pointer_type(tl.int64)), nonfinite.to(tl.int64))
-        if SCALE == "two_level":
-            total_at = tl.load(row + 13)
-            if total_at != 0:
-                tl.atomic_max(total_at.to(tl.pointer_type(tl.int32)), most)
+        total_at = tl.load(row + 13)
+        if total_at != 0:
+            tl.atomic_max(total_at.to(tl.pointer_type(tl.int32)), most)
     else:
         known = tl.load(row + 12)
         amax = own.to(tl.float32, bitcast=True)

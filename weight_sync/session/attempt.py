@@ -149,7 +149,7 @@ class Attempt:
         """Write everything, round by round. Returns the trainer ranks' digests of what they wrote."""
         schedule = self.connection.schedule
         digests: dict[int, list[str]] = {}
-        made = Stats()
+        made: Stats | None = None
         for round_ in range(schedule.rounds):
             payload = {
                 "session": self.session,
@@ -172,10 +172,10 @@ class Attempt:
                 if reply["digests"] is not None:
                     digests[rank] = reply["digests"]
                 if reply.get("made") is not None:
-                    made = made.merged(Stats.from_json(reply["made"]))
+                    made = (made or Stats()).merged(Stats.from_json(reply["made"]))
             if schedule.stage_bytes:
                 self._each(lambda i, e, r=round_: self._place(i, e, r))
-        self.made = made if self.magnitudes is not None else None
+        self.made = made
         return digests
 
     def _place(self, place: int, engine: RolloutEngine, round_: int) -> None:

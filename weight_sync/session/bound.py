@@ -34,6 +34,7 @@ class Bound:
         targets: Mapping[int, TargetBinding],
         transport: Transport,
         digest: str,
+        report: bool = True,
     ) -> None:
         self.schedule, self.memory, self.stage, self.targets = schedule, memory, stage, targets
         self._strided, self._batch_bytes, self._kind = transport.strided, transport.batch_bytes, digest
@@ -58,7 +59,7 @@ class Bound:
         memory.digests(digest)  # raises now, before anything is paused, if this memory has no such digest
         self._digests: Digests | None = None
         # Made now: what cannot be quantised is said before anything is paused.
-        self.quantiser = Quantiser(plan, rank, memory) if plan.made[self.rows].any() else None
+        self.quantiser = Quantiser(plan, rank, memory, report) if plan.made[self.rows].any() else None
         done: dict[int, int] = {}
         self.flights = [flights(self, pieces, done) for pieces in self.pieces]
 

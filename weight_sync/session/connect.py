@@ -45,7 +45,8 @@ class SyncSpec:
 
     casts: dtypes that live trainer parameters may have where the HF tensor has another; their values are cast. A declared
     trainer says it itself (Declared.held_as). witness: compare a declared rollout layout with a recording of the engine's own
-    loader. straddle: see PlanInputs. finite: NaN and infinities in weights that are quantised are an error.
+    loader. straddle: see PlanInputs. finite: NaN and infinities in weights that are quantised are an error. report: say what
+    quantising cost.
     """
 
     trainer: Declared | None
@@ -56,6 +57,7 @@ class SyncSpec:
     casts: Sequence[str] = ()
     straddle: str = EXCHANGE
     finite: bool = True
+    report: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +80,8 @@ class Connection:
     """Which digest both sides compute of every transfer (weight_sync.session.digests)."""
     finite: bool = True
     """NaN and infinities in weights that are quantised are an error."""
+    report: bool = True
+    """Ranks that quantise say what it cost."""
 
     @property
     def plan(self) -> Plan:
@@ -156,6 +160,7 @@ def connect(
         (schedule.rounds,) * everybody,
         digest,
         spec.finite,
+        spec.report,
     )
     bind_trainers(trainers, connection, controller, deadline)
     return connection
@@ -197,6 +202,7 @@ def bind_trainers(trainers: TrainerGroup, connection: Connection, controller: st
         "targets": targets,
         "digest": connection.digest,
         "controller": controller,
+        "report": connection.report,
         "seconds": deadline.check("bind"),
     }
     trainers.call("bind", dict.fromkeys(range(trainers.world), bind), deadline)

@@ -137,17 +137,20 @@ class DeviceDigests:
         self._begun.append(([keys[i] for i in even], owner, nbytes, sums))
 
     def hex(self, keys: Sequence[Any]) -> list[str]:
-        totals: dict[Any, tuple[int, int]] = {}
+        place: dict[Any, int] = {}
+        for begun, _, _, _ in self._begun:
+            for key in begun:
+                place.setdefault(key, len(place))
+        totals, sizes = np.zeros(len(place), np.uint64), np.zeros(len(place), np.uint64)
         for begun, owner, nbytes, sums in self._begun:
-            found = np.zeros(len(begun), np.uint64)
-            np.add.at(found, owner, sums.cpu().numpy().view(np.uint64))
-            for key, total, size in zip(begun, found.tolist(), nbytes.tolist(), strict=True):
-                before = totals.get(key, (0, 0))
-                totals[key] = (before[0] + total) % 2**64, before[1] + size
-        sums_, sizes = (np.asarray([value[i] for value in totals.values()], np.uint64) for i in range(2))
-        text = finish(sums_, sizes).astype(">u8").tobytes().hex()
-        done = dict(zip(totals, (text[i : i + 16] for i in range(0, len(text), 16)), strict=True))
-        return [done[key] if key in done else self._host.hex([key])[0] for key in keys]
+            at = np.fromiter((place[key] for key in begun), np.int64, len(begun))
+            np.add.at(totals, at[owner], sums.cpu().numpy().view(np.uint64))
+            np.add.at(sizes, at, nbytes)
+        text = finish(totals, sizes).astype(">u8").tobytes().hex()
+        found = [place.get(key) for key in keys]
+        return [
+            self._host.hex([key])[0] if i is None else text[16 * i : 16 * i + 16] for key, i in zip(keys, found, strict=True)
+        ]
 
 
 def box_of(view: Any) -> Box:

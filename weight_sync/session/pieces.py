@@ -51,7 +51,7 @@ def flights(bound: Bound, pieces: Sequence[Piece], done: dict[int, int]) -> list
     plan = bound.schedule.plan
     half = bound.stage.storage.nbytes // 2 if bound.stage else 0
     result: list[Flight] = []
-    for number, group in enumerate(_groups(pieces, half, plan.target_rank)):
+    for number, group in enumerate(_groups(_together(bound, pieces), half, plan.target_rank)):
         target = bound.targets[int(plan.target_rank[group[0].row])]
         offset = number % 2 * half
         offsets: list[int | None] = []
@@ -96,6 +96,22 @@ def flights(bound: Bound, pieces: Sequence[Piece], done: dict[int, int]) -> list
     return result
 
 
+def _together(bound: Bound, pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """Pieces to one destination, values and scales of one weight behind each other, so that one kernel makes both.
+
+    The pieces of a transfer stay in their order, which digests need.
+    """
+    plan, rows = bound.schedule.plan, np.asarray([piece.row for piece in pieces], np.int64)
+    if not plan.made[rows].any():
+        return pieces
+    weight, block = plan.catalog.base[plan.tensor[rows]], plan.catalog.block[plan.tensor[rows]]
+    low = plan.offset[rows] * block
+    order = np.lexsort(
+        (np.arange(len(rows)), ~plan.catalog.leads[plan.tensor[rows]], *low.T[::-1], weight, plan.target_rank[rows])
+    )
+    return [pieces[i] for i in order.tolist()]
+
+
 def write_pieces(transport: Transport, bound: Bound, round_: int, deadline: Deadline) -> tuple[int, int]:
     """Fill and write the pieces of a round; while one half of the staging buffer is on the wire, the other is filled.
 
@@ -108,7 +124,8 @@ def write_pieces(transport: Transport, bound: Bound, round_: int, deadline: Dead
         if ticket is not None:
             moved += transport.wait(ticket, deadline).nbytes
         bound.digest_pieces((round_, number), flight, _filled(bound, flight))
-        bound.memory.settle()  # what was packed is there before the transport looks
+        if not transport.follows_device:
+            bound.memory.settle()  # what was packed is there before the transport looks
         flying[number % 2] = transport.write(flight.batch)
         writes += len(flight.pieces)
     for ticket in flying:

@@ -70,8 +70,8 @@ class Both:
 class Quantiser:
     """A rank's part of a quantised plan, bound to its live weights. See the module docstring."""
 
-    def __init__(self, plan: Plan, rank: int, memory: Memory) -> None:
-        self._plan, self._memory, self._rank = plan, memory, rank
+    def __init__(self, plan: Plan, rank: int, memory: Memory, report: bool = True) -> None:
+        self._plan, self._memory, self._rank, self._report = plan, memory, rank, report
         self.scheme = scheme_of(plan.catalog.scheme)
         self.kernel: Kernel = kernel_for(self.scheme, memory.device)
         self._regions = regions_of(plan, plan.rows_from(rank))
@@ -145,9 +145,9 @@ class Quantiser:
 
     def prepare(self, pieces: Sequence[tuple[int, Sequence[int], Sequence[int], Any]]) -> Prepared:
         """Kernels for pieces (row, first element, shape, bytes to fill) of made transfers; run() fills them, each sync."""
-        jobs = [self._job(*piece) for piece in pieces]
+        jobs = _joined([self._job(*piece) for piece in pieces])
         # Counted once, with the values; scales of the same groups would be counted again.
-        values = self.kernel.prepare([job for job in jobs if "values" in job.outs])
+        values = self.kernel.prepare([job for job in jobs if "values" in job.outs], stats=self._report)
         self._made.append(values)
         others = [job for job in jobs if "values" not in job.outs]
         return Both(values, self.kernel.prepare(others, stats=False)) if others else values
@@ -156,8 +156,10 @@ class Quantiser:
         """What a part of a made transfer must arrive as, into `out`; uncounted."""
         self.kernel.prepare([self._job(row, at, shape, out)], stats=False).run()
 
-    def stats(self) -> Stats:
-        """Of everything that was made in this sync."""
+    def stats(self) -> Stats | None:
+        """Of everything that was made in this sync; None where no report is wanted."""
+        if not self._report:
+            return None
         total = Stats()
         for made in self._made:
             total = total.merged(made.stats())
@@ -193,7 +195,7 @@ class Quantiser:
             view = self._memory.view(name, start, strides, (high[0] - low[0], high[1] - low[1]))
         n = self._totals[int(self._sharer[base])]
         total = self._device_whole[n : n + 1] if self.needs_whole else None
-        return Job(view, dtype, low, whole, {made.part: out}, amax, total, catalog.name(tensor))
+        return Job(view, dtype, low, whole, {made.part: out}, amax, total, catalog.name(base))
 
     def _looked_up(
         self, name: str, dtype: str, start: int, strides: Pair, low: Pair, high: Pair, group: Pair, whole: Pair, cells: Any
@@ -287,6 +289,24 @@ class Quantiser:
         import torch  # pyright: ignore[reportMissingImports] - weights on a GPU are torch's
 
         return torch
+
+
+def _joined(jobs: Sequence[Job]) -> list[Job]:
+    """The same jobs, with scales of exactly the groups that a job makes values of left to that job."""
+    by_place: dict[object, Job] = {}
+    result: list[Job] = []
+    for job in jobs:
+        # Of one weight in one sync: regions that begin and end at the same elements.
+        place = job.label, job.origin, job.size, job.shape
+        values = by_place.get(place)
+        (part,) = job.outs
+        if part == "scales" and values is not None and "scales" not in values.outs:
+            values.outs = {**values.outs, **job.outs}
+            continue
+        if part == "values":
+            by_place[place] = job
+        result.append(job)
+    return result
 
 
 def magnitudes(said: Mapping[int, Sequence[float]], of_rank: Sequence[Ints], cells: int) -> dict[int, list[float]]:

@@ -119,7 +119,8 @@ class SourceAgent:
         peers = {rank: Endpoint.from_json(binding.endpoint) for rank, binding in targets.items()}
         transport = self._registered(memory, source_staging(schedule).get(self.rank, 0), set(peers.values()))
         deadline = Deadline.after(float(payload["seconds"]))
-        bound = Bound(schedule, self.rank, memory, self._stage, targets, transport, str(payload.get("digest", XXH3)))
+        kind, report = str(payload.get("digest", XXH3)), bool(payload.get("report", True))
+        bound = Bound(schedule, self.rank, memory, self._stage, targets, transport, kind, report)
         for rank in sorted(set(schedule.plan.target_rank[bound.rows].tolist())):
             self._probed.add(peers[rank])
             transport.probe(peers[rank], deadline)
@@ -244,8 +245,8 @@ class SourceAgent:
         spans.append(self._span("write", begin, wall, moved))
         # Which request this answers goes with it: an old reply taken for a new one would prove old bytes.
         answers = {"session": payload["session"], "round": round_}
-        made = bound.quantiser.stats().to_json() if last and bound.quantiser is not None else None
-        return answers | {"bytes": moved, "writes": writes, "spans": spans, "digests": digests, "made": made}
+        made = bound.quantiser.stats() if last and bound.quantiser is not None else None
+        return answers | {"bytes": moved, "writes": writes, "spans": spans, "digests": digests, "made": made and made.to_json()}
 
     def _compare(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         bound, transport = self._bound, self._transport

@@ -138,11 +138,13 @@ class Transport(Protocol):
     """See the module docstring for the order of calls. Failures raise TransportError, a passed deadline too.
 
     strided: takes batches with boxes, so that nothing needs packing. batch_bytes: how much it likes to be handed at a time.
+    follows_device: a write begins after what the caller has asked of the device so far, without the caller waiting for that.
     """
 
     name: str
     strided: bool
     batch_bytes: int
+    follows_device: bool
 
     def register(self, regions: Sequence[Region]) -> None: ...
 

@@ -70,6 +70,7 @@ class CmaTransport:
     name = "cma"
     strided = False
     batch_bytes = 32 << 20
+    follows_device = False
 
     def __init__(self, *, any_tracer: bool = False) -> None:
         try:

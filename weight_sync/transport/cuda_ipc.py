@@ -62,6 +62,7 @@ class CudaIpcTransport:
     name = "cuda_ipc"
     strided = True
     batch_bytes = 1 << 30
+    follows_device = True
 
     def __init__(self, *, device: int | None = None) -> None:
         try:

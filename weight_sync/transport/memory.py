@@ -118,6 +118,7 @@ class MemoryTransport:
     name = "memory"
     strided = False
     batch_bytes = 32 << 20
+    follows_device = False
 
     def __init__(
         self,
