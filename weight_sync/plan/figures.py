@@ -24,6 +24,8 @@ def figures(schedule: Schedule) -> dict[str, Any]:
     """Plain numbers, ready for JSON. extra_bytes_*: staging beside the weights on the rank that needs most.
 
     runs, run_sizes: of the contiguous ranges that are written, before writes that follow each other are joined.
+    straddling_groups, straddle_bytes: of quantised weights that lie on several trainer ranks, and what these ranks tell of them
+    before each sync.
     """
     plan = schedule.plan
     sent = per_rank(plan.nbytes, plan.source_rank, plan.source_world)
@@ -46,6 +48,9 @@ def figures(schedule: Schedule) -> dict[str, Any]:
         "run_sizes": run_classes(runs, sizes),
         "methods": schedule.summary(),
         "rounds": schedule.rounds,
+        "quantised_transfers": int(plan.made.sum()),
+        "straddling_groups": len(schedule.straddles),
+        "straddle_bytes": schedule.straddles.nbytes,
     }
 
 
