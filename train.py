@@ -25,6 +25,10 @@ def main(cfg: DictConfig) -> None:
     try:
         job = job_from(cfg)
         # Only now: this imports what talks to Ray and to engines.
+        if job.trainer.kind == "miles":
+            from weight_sync_integrations.miles.launch import run as launch
+
+            sys.exit(launch(job))
         from weight_sync_integrations.job import run
 
         version = run(job)

@@ -23,6 +23,7 @@ GROUPS: list[tuple[str, type]] = [
     ("model", schema.ModelConf),
     ("ray", schema.RayConf),
     ("plan", schema.PlanConf),
+    ("miles", schema.MilesConf),
     ("trainer.placement, rollout.placement", schema.PlacementConf),
     ("weight_sync", schema.SyncConf),
     ("weight_sync.transport", schema.TransportConf),

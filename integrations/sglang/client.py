@@ -109,7 +109,8 @@ class Workers:
         left = deadline.check(where)
         request = {"method": method, "payload": payload, "seconds": max(left - _SLACK, left / 2)}
         try:
-            answer = self._client.post(f"http://{worker.host}:{worker.port}/call", json=request, timeout=left)
+            own = {} if worker.token is None else {"Authorization": f"Bearer {worker.token}"}
+            answer = self._client.post(f"http://{worker.host}:{worker.port}/call", json=request, timeout=left, headers=own)
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"{where}: no answer within its {deadline.seconds:g} s deadline") from error
         except httpx.HTTPError as error:

@@ -146,7 +146,7 @@ class SglangEngine:
     def bind(self, tables: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         """Raises BindError with a worker's words where the plan does not fit its live parameters."""
         self._require_all_ranks("bind", tables)
-        beside = self._beside | {"update_routes": self._offers_update(deadline)}
+        beside = self._beside | {"update_routes": self._recomputes(deadline)}
         return self._workers.each("bind", {rank: {**table, **beside} for rank, table in tables.items()}, deadline)
 
     def begin(self, session: str, version: int, plan: str, epochs: Mapping[int, int], deadline: Deadline) -> None:
@@ -187,9 +187,11 @@ class SglangEngine:
         if not session or self._verified != session:
             raise SessionError(f"engine {self.name}: finish({session!r}) before verify({session!r}) returned")
         self._require_paused("finish", deadline)
-        self._workers.all("end", {"session": session}, deadline)
+        ended = self._workers.all("end", {"session": session}, deadline)
         if self._offers_update(deadline):
             self._http.post("/end_weight_update", {}, deadline)
+        elif self._offers_post_process(deadline) and any(answer["derived"] for answer in ended.values()):
+            self._http.post("/post_process_weights", {"post_load_weights": True}, deadline)
         self._workers.all("settle", {"session": session}, deadline)
         self._http.post("/flush_cache", None, deadline, also_accept=400 if self._mode == "in_place" else None)
         # SGLang's default would abort the requests that a retract or in_place pause has kept.
@@ -257,7 +259,7 @@ class SglangEngine:
 
         expected: for each rank the parameters that a plan writes; None: all parameters and persistent buffers.
         """
-        common = self._beside | {"update_routes": self._offers_update(deadline)}
+        common = self._beside | {"update_routes": self._recomputes(deadline)}
         payloads = {r: common | ({} if expected is None else {"expected": list(expected[r])}) for r in self._workers.ranks}
         return {rank: answer["entries"] for rank, answer in self._workers.each("inventory", payloads, deadline).items()}
 
@@ -320,6 +322,14 @@ class SglangEngine:
 
     def _offers_update(self, deadline: Deadline) -> bool:
         return {"/begin_weight_update", "/end_weight_update"} <= self._openapi(deadline)
+
+    def _offers_post_process(self, deadline: Deadline) -> bool:
+        """The route of miles's fork before it had a weight update (miles-rl 0.0.2). It runs post_load_weights when asked."""
+        return {"/post_process_weights", "post_load_weights"} <= self._openapi(deadline)
+
+    def _recomputes(self, deadline: Deadline) -> bool:
+        """Whether the server has a route that derives anew what depends on weights."""
+        return self._offers_update(deadline) or self._offers_post_process(deadline)
 
 
 def _modes(identity: Mapping[str, Any]) -> tuple[PauseMode, ...]:

@@ -89,11 +89,12 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """Where one worker's endpoint listens. Plain data: it travels to the controller."""
+    """Where one worker's endpoint listens. Plain data: it travels to the controller. token: its own, where it has one."""
 
     rank: int
     host: str
     port: int
+    token: str | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ from weight_sync.errors import ParallelError
 
 if TYPE_CHECKING:
     import torch
+
+    from weight_sync_integrations.inventory import Inventory
 
 _GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")
 
@@ -64,11 +66,46 @@ class Replica:
         return live_tensors([("target", self.model)])
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Feed HF tensors (name -> full tensor) to the model's own load_weights."""
+        """Feed HF tensors (name -> full tensor) to the model's own load_weights, as a server does when it starts."""
         import torch
 
         with self.scope(), torch.no_grad():
             self.model.load_weights(iter(tensors.items()))
+            self._postprocess(run_post_load=False)
+
+    def finish(self) -> None:
+        """What /end_weight_update does in a server into which bytes were written: derive anew what depends on weights."""
+        import torch
+
+        with self.scope(), torch.no_grad():
+            self._postprocess(run_post_load=True)
+
+    def loadable(self) -> AbstractContextManager[None]:
+        """Inside, load_weights can be called again: SGLang's parameters stay as its loaders need them."""
+        return nullcontext()
+
+    def inventory(self) -> Inventory:
+        """Every tensor of the model, taking tensors() for what a plan writes."""
+        from weight_sync_integrations.inventory import Inventory, Policy
+        from weight_sync_integrations.sglang.tensors import RECOMPUTES, RULES, find_all
+
+        policy = Policy(RULES, recomputes=RECOMPUTES)
+        where = f"rank {self.coords['rank']}"
+        return Inventory(lambda: find_all([("target", self.model)]), self.tensors().values(), policy, where)
+
+    def derived(self) -> dict[str, torch.Tensor]:
+        """Tensors that SGLang computes from weights, by name."""
+        from weight_sync_integrations.sglang.tensors import find_all
+
+        names = set(self.inventory().names("derived"))
+        return {f.name: f.tensor.detach() for f in find_all([("target", self.model)]) if f.name in names}
+
+    def _postprocess(self, run_post_load: bool) -> None:
+        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+        runner = types.SimpleNamespace(get_model=lambda: self.model, device=next(self.model.parameters()).device.type)
+        with as_on_a_gpu() if runner.device == "cpu" else nullcontext():
+            WeightUpdater.end_weight_update(runner, run_post_load=run_post_load)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -111,7 +148,7 @@ def build_replica(
     Args:
         device: "cpu", or "meta" for shapes without memory.
         dtype: torch's name of the model dtype.
-        quantization: an SGLang QuantizationConfig, or None.
+        quantization: an SGLang QuantizationConfig; None: that of the checkpoint's quantization_config, if it has one.
     Raises: ParallelError where `rank` is not a rank of `sizes`; whatever SGLang raises for sizes it cannot cut.
     """
     import torch
@@ -130,9 +167,10 @@ def build_replica(
         initialize_dp_attention_flags(runtime_context.get_server_args())
         initialize_moe_config()
         model_class, _ = ModelRegistry.resolve_model_cls(config.architectures)
+        quantization = quantization or _quantization(config, model_class)
         torch.set_default_dtype(getattr(torch, dtype))
         try:
-            with torch.device(device):
+            with torch.device(device), nullcontext() if torch.cuda.is_available() else as_on_a_gpu():
                 model = model_class(config, quant_config=quantization)
         finally:
             torch.set_default_dtype(before)
@@ -147,6 +185,36 @@ def build_replica(
         "moe_tp": parallel.moe_tp_rank,
     }
     return Replica(model=model.eval(), coords=coords, context=context)
+
+
+def _quantization(config: Any, model_class: Any) -> Any:
+    """SGLang's own reading of config.json's quantization_config, as its model loader does it."""
+    from sglang.srt.layers.quantization import get_quantization_config
+
+    data = getattr(config, "quantization_config", None)
+    if data is None:
+        return None
+    data = data if isinstance(data, dict) else data.to_dict()
+    fused = getattr(model_class, "packed_modules_mapping", {})
+    return get_quantization_config(data["quant_method"]).from_config(
+        {**data, "packed_modules_mapping": fused, "hf_config": config}
+    )
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """SGLang's post-processing on a CPU packs weights for AMX tiles, and fp8 needs them; inside, it does what it does on a GPU.
+
+    That is the code for CUDA without DeepGEMM's UE8M0 scales (Hopper and older), on host memory. A stand-in, for replicas.
+    """
+    import torch
+    from sglang.srt.layers.quantization import fp8, unquant
+
+    with ExitStack() as stack:
+        for module, name in ((fp8, "_is_cpu"), (unquant, "_is_cpu_amx_available")):
+            stack.enter_context(patch.object(module, name, False))
+        stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda *args: (9, 0)))
+        yield
 
 
 def read_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:

@@ -1,8 +1,8 @@
 """What an SGLang scheduler process holds beside the weights that a plan writes, and what of it a sync cannot keep right.
 
 RULES is the table of the inventory (weight_sync_integrations.inventory): which attribute of which module class is derived,
-constant or working memory. Run on a CPU (0.5.23): the rotary tables, the absorbed MLA matrices, the router's second name of
-its bias. Read in the source, not run: everything that only a GPU or a quantised model has.
+constant or working memory. Run on a CPU (0.5.23): the rotary tables, the absorbed MLA matrices (of fp8 weights too), the
+router's second name of its bias. Read in the source, not run: everything that only a GPU has.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from weight_sync.errors import listed
 from weight_sync_integrations.inventory import Found, Rule, find
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ RULES: tuple[Rule, ...] = (
     Rule("constant", "*RotaryEmbedding.*", "rotary table: a function of the config"),
     Rule("constant", "Qwen3Attention._fused_?_scale", "scale 1 of an unquantised KV cache"),
     Rule("constant", "RadixAttention.?_scale", "scale of the KV cache, set when the server started"),
+    Rule("constant", "FusedMoE.quant_method.*strides*", "a function of the shapes"),
+    Rule("state", "FusedMoE.quant_method.workspace", "workspace of each step"),
+    Rule("state", "FusedMoE.quant_method.*_ptr", "workspace of each step"),
+    Rule("state", "FusedMoE.quant_method.expert_offsets", "workspace of each step"),
+    Rule("state", "FusedMoE.quant_method.problem_sizes?", "workspace of each step"),
     Rule("constant", "*.local_expert_mapping", "global to local expert numbers of this rank"),
     Rule("constant", "*.expert_map_*", "global to local expert numbers of this rank"),
     Rule("state", "LogitsProcessor.gathered_buffer*", "workspace of each step"),
@@ -35,6 +41,11 @@ RULES: tuple[Rule, ...] = (
 
 _PACKAGES = ("sglang", "weight_sync_integrations")
 _SKIP = frozenset({"ServerArgs", "ModelConfig", "GroupCoordinator", "RuntimeContext"})
+
+
+def is_cache_scale(module: torch.nn.Module, attribute: str) -> bool:
+    """A parameter that attention has with a quantised checkpoint, for a quantised KV cache: no weight, and kept as it is."""
+    return attribute in ("k_scale", "v_scale") and "RadixAttention" in (kind.__name__ for kind in type(module).__mro__)
 
 
 def models_of(scheduler: Any) -> list[tuple[str, torch.nn.Module]]:
@@ -96,6 +107,7 @@ def refusals(scheduler: Any) -> list[str]:
         )
     elif where := virtual_memory([p for _, model in models_of(scheduler) for p in model.parameters()]):
         found.append(where)
+    found += _not_as_loaded(scheduler)
     if released := sorted(getattr(getattr(scheduler, "weight_updater", None), "offload_tags", ())):
         found.append(f"/release_memory_occupation has released {', '.join(released)}; call /resume_memory_occupation first")
     if (mode := getattr(args, "weight_cache_mode", "off")) != "off":
@@ -115,6 +127,44 @@ def refusals(scheduler: Any) -> list[str]:
             "reach. Start without it"
         )
     return found
+
+
+def _not_as_loaded(scheduler: Any) -> list[str]:
+    """What post-processing made of the target's weights that a write would corrupt, or that would not notice a write."""
+    from weight_sync_integrations.sglang import live
+
+    model = models_of(scheduler)[0][1]
+    found: list[str] = []
+    if stuck := live.not_writable(model):
+        found.append(
+            f"{len(stuck)} live tensors are no longer the checkpoint's, so nothing may be written into them: "
+            f"{listed(f'{name}: {why}' for name, why in sorted(stuck.items()))}. Serve a checkpoint whose weights this SGLang "
+            "keeps as they are (docs/quant.md), or load through the engine"
+        )
+    if captures(scheduler):
+        # post_load_weights copies w_kc and w_vc in place, but binds w_scale to a new tensor each time.
+        bound = [path for path, m in model.named_modules() if _own_scale(m)]
+        if bound:
+            found.append(
+                f"{listed(f'{path}.w_scale' for path in bound)}: SGLang binds it to a new tensor whenever weights change, and "
+                "captured CUDA graphs keep reading the old one. Start with disable_cuda_graph, or serve a checkpoint with "
+                "blocks of 128 by 128, which has none"
+            )
+    return found
+
+
+def captures(scheduler: Any) -> bool:
+    """Whether CUDA graphs read the weights, by the addresses that they had when they were captured."""
+    return scheduler.device == "cuda" and not getattr(scheduler.server_args, "disable_cuda_graph", False)
+
+
+def _own_scale(module: torch.nn.Module) -> bool:
+    import torch
+
+    scale = getattr(module, "w_scale", None)
+    return isinstance(scale, torch.Tensor) and not any(
+        scale.untyped_storage()._cdata == p.untyped_storage()._cdata for p in module.parameters()
+    )
 
 
 def _undeclared_cuts(args: Any) -> list[str]:
@@ -172,7 +222,7 @@ def _walk(models: Iterable[tuple[str, torch.nn.Module]]) -> tuple[dict[str, torc
             # Buffers that no checkpoint has (rotary tables) are not weights.
             own += [pair for pair in module._buffers.items() if pair[0] not in module._non_persistent_buffers_set]
             for leaf, tensor in own:
-                if tensor is None or tensor.numel() == 0:
+                if tensor is None or tensor.numel() == 0 or is_cache_scale(module, leaf):
                     continue
                 storage = tensor.untyped_storage()._cdata
                 key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -16,9 +16,7 @@ unpacks weights, and `paused` is a fact, not a race. Calls that touch weights ar
 from __future__ import annotations
 
 import json
-import os
 import socket
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +24,13 @@ from weight_sync.errors import BindError, ConfigError, SessionError
 from weight_sync_integrations.inventory import Inventory, Policy, plain
 from weight_sync_integrations.sglang import tensors as known
 from weight_sync_integrations.sglang.endpoint import WorkerEndpoint
-from weight_sync_integrations.sglang.plugin import TOKEN_VARIABLE
+from weight_sync_integrations.sglang.settings import BIND_VARIABLE as BIND_VARIABLE
+from weight_sync_integrations.sglang.settings import RENDEZVOUS_VARIABLE as RENDEZVOUS_VARIABLE
+from weight_sync_integrations.sglang.settings import TRANSPORT_VARIABLE as TRANSPORT_VARIABLE
+from weight_sync_integrations.sglang.settings import Settings, from_environment
 
 if TYPE_CHECKING:
     import torch
-
-RENDEZVOUS_VARIABLE = "WEIGHT_SYNC_RENDEZVOUS"
-"""Folder into which each worker writes rank-<n>.json: {"rank", "host", "port", "pid"}."""
-
-BIND_VARIABLE = "WEIGHT_SYNC_BIND"
-"""Address the worker endpoints listen on and announce."""
-
-TRANSPORT_VARIABLE = "WEIGHT_SYNC_TRANSPORT"
-"""JSON {"name": a registered transport, further keys: its options}; absent when only describe and record are wanted."""
 
 _SIZES = ("tp", "pp", "attn_tp", "attn_dp", "moe_ep", "moe_tp")
 _NEED_QUIET = frozenset({"begin", "place", "pull", "verify", "snapshot", "scramble", "compare", "end", "settle"})
@@ -46,11 +38,14 @@ _PAUSED_WAIT = 0.002  # seconds a paused scheduler waits for a call instead of s
 
 
 class Worker:
-    """One for each scheduler process, made at the end of Scheduler.__init__."""
+    """One for each scheduler process, made at the end of Scheduler.__init__ (of a server that is marked: see settings.py)."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, settings: Settings | None = None) -> None:
+        """settings: those of the environment by default."""
         self._scheduler = scheduler
-        self._coords, self._sizes = _placement()
+        self._settings = settings or from_environment()
+        self._transport = None if self._settings.transport is None else dict(self._settings.transport)
+        self._coords, self._sizes = _placement(scheduler)
         self._suspect = False
         self._aborted = ""
         self._session = ""
@@ -58,17 +53,13 @@ class Worker:
         self._agent: Any = None
         self._inventory: Inventory | None = None
         self._planned: frozenset[str] | None = None
-        self._endpoint = WorkerEndpoint(_variable(TOKEN_VARIABLE), os.environ.get(BIND_VARIABLE, "127.0.0.1"), self._serve_one)
+        self._endpoint = WorkerEndpoint(self._settings.token, self._settings.bind, self._serve_one)
         self._relaxed = scheduler.device == "cpu"
 
     def start(self) -> None:
         """Open the endpoint and announce it. The file appears complete or not at all."""
-        folder = Path(_variable(RENDEZVOUS_VARIABLE))
         self._endpoint.start()
-        place = {"host": self._endpoint.host, "port": self._endpoint.port, "pid": os.getpid()}
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
-            json.dump({"rank": self._coords["rank"], **place}, file)
-        os.replace(file.name, folder / f"rank-{self._coords['rank']:05d}.json")
+        self._settings.announce(self._coords["rank"], self._endpoint.host, self._endpoint.port)
 
     def serve(self) -> None:
         """Called by the scheduler's thread once each turn of its loop."""
@@ -84,7 +75,7 @@ class Worker:
             self._require_quiet(method)
         own = {"state": self.state, "identity": self.identity, "record": self.record, "commit": self.commit}
         own |= {"abort": self.abort, "begin": self.begin, "forget": self.forget, "bind": self.bind, "end": self.end}
-        own |= {"settle": self.settle, "inventory": self.inventory}
+        own |= {"settle": self.settle, "inventory": self.inventory, "transport": self.transport}
         if method in own:
             return own[method](payload)
         return self.agent().call(method, payload)
@@ -99,9 +90,25 @@ class Worker:
                 host=socket.gethostname(),
                 coords=self._coords,
                 tensors=self.tensors,
-                transport=_open_transport,
+                transport=self._open_transport,
             )
         return self._agent
+
+    def transport(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """The controller says {"transport": {"name", options}} to a worker whose server was started without one."""
+        self._transport = dict(payload["transport"])
+        return {}
+
+    def _open_transport(self) -> Any:
+        if self._transport is None:
+            raise ConfigError(
+                f"this SGLang server was started without {TRANSPORT_VARIABLE} (ServerSpec.transport), and nobody said since "
+                "which transport to open"
+            )
+        from weight_sync.transport.registry import create
+
+        options = dict(self._transport)
+        return create(options.pop("name"), **options)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Live parameters and weight buffers by name: those of the plan once one is bound, else all of the target's."""
@@ -158,6 +165,7 @@ class Worker:
             payload.get("draft", "refuse"),
             payload.get("declare", {}),
             known.RECOMPUTES if payload.get("update_routes", True) else None,
+            known.captures(self._scheduler),
         )
         where = f"rollout rank {self._coords['rank']}"
         return Inventory(lambda: known.find_all(known.models_of(self._scheduler)), planned, policy, where)
@@ -181,10 +189,13 @@ class Worker:
         return answer
 
     def end(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """The session's bytes are verified: derived tensors are spoilt, so that the engine has to make them anew."""
+        """The session's bytes are verified: derived tensors are spoilt, so that the engine has to make them anew.
+
+        Answers also how many there are: {"derived"}.
+        """
         answer = self.agent().call("end", payload)
         self._bound_inventory().spoil()
-        return answer
+        return answer | {"derived": len(self._bound_inventory().names("derived"))}
 
     def settle(self, payload: dict[str, Any]) -> dict[str, Any]:
         """After the engine's post-processing, before the commit: {"proven": {class: tensors}}. VerifyError when not right."""
@@ -268,10 +279,12 @@ class Worker:
         return json.loads(file.read_text()) if file.is_file() else json.loads(config.hf_config.to_json_string())
 
 
-def _placement() -> tuple[dict[str, int], dict[str, int]]:
+def _placement(scheduler: Any) -> tuple[dict[str, int], dict[str, int]]:
     """This process's coordinates and the engine's sizes. rank: tp fastest, then pp, then plain data parallelism."""
-    from sglang.srt.runtime_context import get_parallel, get_server_args
-
+    try:
+        from sglang.srt.runtime_context import get_parallel, get_server_args
+    except ImportError:  # before 0.5.16; the fork inside miles-rl 0.0.2
+        return _placement_of(scheduler)
     parallel, args = get_parallel(), get_server_args()
     sizes = {name: int(getattr(parallel, f"{name}_size")) for name in _SIZES}
     coords = {name: int(getattr(parallel, f"{name}_rank")) for name in _SIZES}
@@ -282,18 +295,16 @@ def _placement() -> tuple[dict[str, int], dict[str, int]]:
     return coords, sizes
 
 
-def _open_transport() -> Any:
-    text = os.environ.get(TRANSPORT_VARIABLE)
-    if not text:
-        raise ConfigError(f"this SGLang server was started without {TRANSPORT_VARIABLE}: give ServerSpec.transport")
-    from weight_sync.transport.registry import create
-
-    options = json.loads(text)
-    return create(options.pop("name"), **options)
-
-
-def _variable(name: str) -> str:
-    value = os.environ.get(name)
-    if not value:
-        raise ConfigError(f"the environment of this SGLang server lacks {name}; launch.environment() sets it")
-    return value
+def _placement_of(scheduler: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """The same from the server's arguments and the scheduler's own ranks."""
+    args = scheduler.server_args
+    tp, pp, ep = int(args.tp_size), int(args.pp_size), int(args.ep_size)
+    attn_dp = int(args.dp_size) if args.enable_dp_attention else 1
+    sizes = {"tp": tp, "pp": pp, "attn_tp": tp // attn_dp, "attn_dp": attn_dp, "moe_ep": ep, "moe_tp": tp // ep}
+    rank = int(scheduler.tp_rank)
+    coords = {"tp": rank, "pp": int(scheduler.pp_rank), "attn_tp": rank % sizes["attn_tp"], "attn_dp": rank // sizes["attn_tp"]}
+    coords |= {"moe_ep": rank // sizes["moe_tp"], "moe_tp": rank % sizes["moe_tp"]}
+    sizes["dp"] = 1 if attn_dp > 1 else int(args.dp_size)
+    coords["dp"] = 0 if sizes["dp"] == 1 else int(scheduler.dp_rank)
+    coords["rank"] = (coords["dp"] * pp + coords["pp"]) * tp + coords["tp"]
+    return coords, sizes

@@ -30,6 +30,13 @@ LOCAL = {
 """Methods of contracts that take no deadline, and why they need none."""
 
 ALLOWED = {
+    ("integrations/miles/launch.py", "subprocess.run(words, env=_environment(job), check=False)"): "the user's training run",
+    (
+        "integrations/miles/launch.py",
+        "subprocess.run([*ray, '--runtime-env-json', runtime, '--', *words], check=False)",
+    ): "the user's training run, followed in Ray",
+    ("integrations/spmd.py", "future.exception()"): "each call it waits for has the deadline as its HTTP timeout",
+    ("integrations/spmd.py", "future.result()"): "each call it waits for has the deadline as its HTTP timeout",
     ("integrations/ray/trainer.py", "ray.get(ref)"): "after ray.wait(timeout=...) has said that it is done",
     ("integrations/server.py", "self.process.wait()"): "after SIGKILL of the whole process group",
     ("integrations/sglang/client.py", "future.exception()"): "each call it waits for has the deadline as its HTTP timeout",

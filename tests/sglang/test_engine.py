@@ -60,7 +60,7 @@ class Engine:
         hub = MemoryHub()
         monkeypatch.setenv("WEIGHT_SYNC_TOKEN", "secret")
         monkeypatch.setenv("WEIGHT_SYNC_RENDEZVOUS", str(folder))
-        monkeypatch.setattr(worker_module, "_open_transport", lambda: MemoryTransport(hub))
+        monkeypatch.setattr(worker_module.Worker, "_open_transport", lambda worker: MemoryTransport(hub))
         self.version = "default"
         self.log: list[str] = []
         self.answers: dict[str, tuple[int, Any]] = {}
@@ -74,7 +74,7 @@ class Engine:
         sizes = {"tp": tp, "pp": pp, "dp": 1, "attn_tp": tp, "attn_dp": 1, "moe_ep": 1, "moe_tp": tp}
         for rank, scheduler in enumerate(self.schedulers):
             coords = {"tp": rank % tp, "pp": rank // tp, "rank": rank}
-            monkeypatch.setattr(worker_module, "_placement", lambda coords=coords: (coords, sizes))
+            monkeypatch.setattr(worker_module, "_placement", lambda scheduler, coords=coords: (coords, sizes))
             made = Worker(scheduler)
             made.start()
             self._threads.append(threading.Thread(target=self._loop, args=(made,)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 
 from weight_sync.errors import TransportError
 from weight_sync.ids import Deadline
+from weight_sync.transport import rdma
 from weight_sync.transport.base import Batch, Completion, Endpoint, Region, Ticket
 from weight_sync.transport.mooncake_engine import buffers_of, primary_host, protocol_of, published, start_engine
 from weight_sync.transport.mooncake_pump import TUNING, Flight, Pump, Tuning
@@ -36,6 +38,13 @@ from weight_sync.transport.regions import (
 
 CLOSE_SECONDS = 75.0
 """Longest time close() waits for a native call to come back: Mooncake gives up on a silent peer after 60 s."""
+CLOSE_SECONDS_PER_DEVICE = 15.0
+"""On top of it for each RDMA device: the engine waits 10 s for the queue pairs of each to end, one device after another, when
+a write was left unanswered (by a peer that was killed, say)."""
+STALE_SECONDS = 0.02
+"""Drivers renew the counters that sysfs shows every 10 ms or so."""
+WIRE_SECONDS = 1.0
+"""How long a probe waits for the counters of the RDMA devices to show it."""
 
 
 class MooncakeTransport:
@@ -44,12 +53,15 @@ class MooncakeTransport:
     protocol: "tcp", "rdma" or "nvlink_intra"; ConfigError when this machine cannot have it, or when the engine turned out
     to use another. host: address peers reach this machine at; the one of the default route when None. devices: RDMA
     devices to use, comma separated, all when empty. poll_seconds: pause between looks at writes in flight.
-    tuning: how writes are cut and fed; TUNING's, by protocol, when None.
+    tuning: how writes are cut and fed; TUNING's, by protocol, when None. counters: whether a probe over rdma has to show in
+    the packet counters of our devices (where the driver has any, and the peer is on another host); False only for a driver
+    that is known not to count its traffic.
     """
 
     name = "mooncake"
     strided = False
     batch_bytes = 32 << 20
+    follows_device = False
 
     def __init__(
         self,
@@ -59,6 +71,7 @@ class MooncakeTransport:
         devices: str = "",
         poll_seconds: float = 0.0007,
         tuning: Tuning | None = None,
+        counters: bool = True,
     ) -> None:
         self._pid = os.getpid()
         self._unusable: str | None = None
@@ -66,8 +79,10 @@ class MooncakeTransport:
         if protocol == "nvlink_intra":
             self.batch_bytes = 1 << 30  # each batch is one blocking call
         host = primary_host() if host is None else host
-        engine, port = start_engine(protocol, host, devices)
-        self._address = f"{host}:{port}"
+        engine, port, self._devices = start_engine(protocol, host, devices)
+        self._host, self._address = host, f"{host}:{port}"
+        self._counters = counters
+        self.proofs: dict[Endpoint, dict[str, int]] = {}
         self._epoch = new_epoch()
         self._regions = RegionTable()
         self._peers: dict[Endpoint, RegionTable] = {}
@@ -102,8 +117,9 @@ class MooncakeTransport:
         )
 
     def probe(self, endpoint: Endpoint, deadline: Deadline) -> None:
-        """Three proofs: the peer's engine publishes the same protocol; a one-sided read finds this endpoint's epoch; a
-        one-sided write is found there again. A failure of the first leaves this transport usable, the others poison it.
+        """Four proofs: the peer's engine publishes the same protocol; a one-sided read finds this endpoint's epoch; a
+        one-sided write is found there again; and over rdma all this is seen in the packet counters of our devices (kept in
+        `proofs`: counter -> packets). A failure of the first leaves this transport usable, the others poison it.
 
         An endpoint without probe area (an engine opened by someone else) is read from only, and its epoch is not checked.
         """
@@ -121,10 +137,11 @@ class MooncakeTransport:
         buffers = buffers_of(segment)
         if not buffers:
             raise failed_peer(endpoint, "the peer has registered no memory", "nothing registered")
+        before = self._packets()
         if endpoint.probe is None:
             self._read(endpoint, buffers[0][0], 8, deadline)
         else:
-            table = RegionTable.published(buffers)
+            table = RegionTable.published(buffers, in_parts=self._protocol == "rdma")
             at, size = (np.array([n], np.int64) for n in endpoint.probe)
             if table.first_outside(at, size) is not None:
                 raise failed_peer(
@@ -141,7 +158,38 @@ class MooncakeTransport:
                     self._unusable = f"a probe of {endpoint.address} failed with code {error.code}"
                 raise
             buffers = [buffer for buffer in buffers if buffer != endpoint.probe]
-        self._peers[endpoint] = RegionTable.published(buffers)
+        self._on_the_wire(endpoint, host, before, deadline)
+        self._peers[endpoint] = RegionTable.published(buffers, in_parts=self._protocol == "rdma")
+
+    def _packets(self) -> dict[str, int]:
+        """What our RDMA devices have sent until now, not until a moment ago."""
+        if rdma.transmitted(self._devices):
+            time.sleep(STALE_SECONDS)
+        return rdma.transmitted(self._devices)
+
+    def _on_the_wire(self, endpoint: Endpoint, host: str, before: dict[str, int], deadline: Deadline) -> None:
+        """Raise unless our RDMA devices have sent packets since `before`.
+
+        Not judged: devices whose driver counts none, and peers at our own address, whose packets need not leave the device.
+        """
+        until = Deadline.after(min(WIRE_SECONDS, deadline.remaining()))
+        while before:
+            now = rdma.transmitted(self._devices)
+            moved = {name: now[name] - count for name, count in before.items() if now.get(name, count) > count}
+            if moved:
+                self.proofs[endpoint] = moved
+                return
+            if not until.remaining():
+                break
+            time.sleep(0.005)
+        if before and self._counters and host != self._host:
+            self._unusable = f"a probe of {endpoint.address} was not seen on any RDMA device"
+            raise failed_peer(
+                endpoint,
+                "the probe was answered, but no RDMA device of this side has sent a packet for it: rdma is not what is used "
+                f"({', '.join(f'{name} {count}' for name, count in before.items())})",
+                "not on the wire",
+            )
 
     def write(self, batch: Batch) -> Ticket:
         return self._start(batch, reads=False)
@@ -185,9 +233,10 @@ class MooncakeTransport:
         if clean:
             self._pump.engine.batch_unregister_memory([region.address for region in self._regions.regions])
         self._at_exit.detach()
-        if not self._pump.stop(CLOSE_SECONDS):
+        seconds = CLOSE_SECONDS + CLOSE_SECONDS_PER_DEVICE * len(self._devices)
+        if not self._pump.stop(seconds):
             raise failed_peer(
-                self._here, f"the engine is still inside a call after {CLOSE_SECONDS:g} s; end this process", "not closed"
+                self._here, f"the engine is still inside a call after {seconds:g} s; end this process", "not closed"
             )
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 
 from weight_sync.errors import ConfigError
 from weight_sync.ids import Deadline
-from weight_sync.transport import preflight
+from weight_sync.transport import preflight, rdma
 from weight_sync.transport.regions import check_deadline, failed_peer
 
 PROTOCOLS = ("tcp", "rdma", "nvlink_intra")
@@ -79,11 +79,20 @@ def primary_host() -> str:
         return probe.getsockname()[0]
 
 
-def start_engine(protocol: str, host: str, devices: str) -> tuple[Any, int]:
-    """A running engine that is proved to use `protocol`, and its RPC port. ConfigError when this machine cannot have it."""
+def start_engine(protocol: str, host: str, devices: str) -> tuple[Any, int, tuple[str, ...]]:
+    """A running engine that is proved to use `protocol`, its RPC port, and the RDMA devices that it really uses.
+
+    ConfigError when this machine cannot have it.
+    """
     if protocol not in PROTOCOLS:
         raise ConfigError(f"transport mooncake: protocol {protocol!r} is not one of {', '.join(PROTOCOLS)}")
-    preflight.require(STRATEGY[protocol])
+    seen = preflight.require(STRATEGY[protocol])
+    ports: tuple[rdma.RdmaPort, ...] = ()
+    gid: int | None = None
+    if protocol == "rdma":
+        ports = rdma.chosen(seen.rdma_ports, devices, os.environ)
+        gid = rdma.wanted_gid(ports, os.environ)
+        devices = ",".join(rdma.device_names(devices))
     made_by = preflight.load_mooncake().TransferEngine
     with engine_environment(protocol):
         engine = made_by()
@@ -95,14 +104,15 @@ def start_engine(protocol: str, host: str, devices: str) -> tuple[Any, int]:
         )
     port = engine.get_rpc_port()
     # Both ports listen on all interfaces whatever `host` says, so our own engine always answers on the loopback.
-    found = protocol_of(published("127.0.0.1", port, Deadline.after(10.0)))
+    segment = published("127.0.0.1", port, Deadline.after(10.0))
+    found = protocol_of(segment)
     if found != protocol:
         del engine
         raise ConfigError(
             f"transport mooncake: protocol {protocol!r} was asked for, the engine installed {found!r} instead\n"
             + preflight.report(preflight.facts())
         )
-    return engine, port
+    return engine, port, rdma.check_published(segment, ports, devices, gid) if protocol == "rdma" else ()
 
 
 def published(host: str, port: int, deadline: Deadline) -> dict[str, Any]:

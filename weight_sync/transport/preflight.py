@@ -5,6 +5,7 @@ Standard library only; nothing is changed and no process is left behind. `facts`
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -17,25 +18,11 @@ from pathlib import Path
 from types import ModuleType
 
 from weight_sync.errors import ConfigError
+from weight_sync.transport.rdma import GID_VARIABLES, RdmaPort, ports, text, wanted_gid
 
 _COMMAND_SECONDS = 20.0
 _ENOUGH_MEMLOCK = 1 << 30
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
-
-
-@dataclass(frozen=True, slots=True)
-class RdmaPort:
-    """One port of an RDMA device. state: as the kernel prints it, e.g. "4: ACTIVE". gids: GIDs that are not all zero."""
-
-    device: str
-    port: int
-    state: str
-    link_layer: str
-    gids: int
-
-    @property
-    def usable(self) -> bool:
-        return "ACTIVE" in self.state and self.gids > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +44,7 @@ class Facts:
 
     memlock: bytes that may be pinned, None for unlimited (or CAP_IPC_LOCK). gpus: names; None when not looked for.
     nvlink: whether any NVLink is up, None when that cannot be told. ptrace_scope: Yama's, None where there is no Yama.
-    environment: the MC_* variables that are set.
+    environment: the variables that are set and steer Mooncake.
     """
 
     rdma_ports: tuple[RdmaPort, ...]
@@ -78,9 +65,9 @@ def facts(root: Path = Path("/"), *, gpus: bool = True) -> Facts:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = soft == resource.RLIM_INFINITY or bool(capabilities >> _CAP_IPC_LOCK & 1)
     names = _gpus(root) if gpus else None
-    scope = _text(root / "proc/sys/kernel/yama/ptrace_scope")
+    scope = text(root / "proc/sys/kernel/yama/ptrace_scope")
     return Facts(
-        rdma_ports=_rdma_ports(root / "sys/class/infiniband"),
+        rdma_ports=ports(root / "sys/class/infiniband"),
         verbs_devices=tuple(sorted(p.name for p in (root / "dev/infiniband").glob("uverbs*"))),
         memlock=None if unlimited else soft,
         gpus=names,
@@ -89,7 +76,9 @@ def facts(root: Path = Path("/"), *, gpus: bool = True) -> Facts:
         ptrace_scope=int(scope) if scope.isdigit() else None,
         may_ptrace=bool(capabilities >> _CAP_SYS_PTRACE & 1),
         linux=sys.platform == "linux",
-        environment={name: value for name, value in sorted(os.environ.items()) if name.startswith("MC_")},
+        environment={
+            name: value for name, value in sorted(os.environ.items()) if name.startswith("MC_") or name in GID_VARIABLES
+        },
     )
 
 
@@ -112,24 +101,42 @@ def reachable(found: Facts) -> dict[str, str | None]:
     }
 
 
-def require(strategy: str, found: Facts | None = None) -> None:
-    """ConfigError, with everything that was looked for and what would work instead, unless `strategy` can work here."""
+_STRATEGIES = {
+    ("mooncake", "tcp"): "p2p_tcp",
+    ("mooncake", "rdma"): "p2p_rdma",
+    ("mooncake", "nvlink_intra"): "p2p_nvlink",
+    ("cma", None): "p2p_cma",
+    ("cuda_ipc", None): "p2p_ipc",
+}
+
+
+def strategy_for(transport: str, options: Mapping[str, object]) -> str | None:
+    """Which preflight a transport needs, by name and protocol: a strategy file of your own is checked by what it uses."""
+    protocol = options.get("protocol")
+    return _STRATEGIES.get((transport, None if protocol is None else str(protocol)))
+
+
+def require(strategy: str, found: Facts | None = None) -> Facts:
+    """ConfigError, with everything that was looked for and what would work instead, unless `strategy` can work here.
+
+    Returns what was seen.
+    """
     seen = facts(gpus=strategy in ("p2p_nvlink", "p2p_ipc")) if found is None else found
     verdicts = reachable(seen)
     if strategy not in verdicts:
         raise ConfigError(f"unknown strategy {strategy!r}; preflight knows {', '.join(verdicts)}")
     if verdicts[strategy] is None:
-        return
+        return seen
     seen = facts() if found is None else found
     raise ConfigError(f"{strategy} cannot work on this machine: {verdicts[strategy]}\n{report(seen)}")
 
 
 def report(found: Facts) -> str:
     """What was looked for and found, and every strategy with its verdict; several lines."""
-    ports = ", ".join(f"{p.device} port {p.port} {p.state} {p.link_layer} {p.gids} GIDs" for p in found.rdma_ports)
+    seen = "; ".join(map(str, found.rdma_ports))
     build = found.mooncake
     lines = [
-        f"  RDMA devices in /sys/class/infiniband: {ports or 'none'}; verbs devices in /dev/infiniband: "
+        f"  RDMA devices in /sys/class/infiniband: {seen or 'none'}; verbs devices in /dev/infiniband: "
         f"{', '.join(found.verbs_devices) or 'none'}; memlock limit: "
         f"{'unlimited' if found.memlock is None else f'{found.memlock} bytes'}",
         f"  NVIDIA GPUs: {'not looked for' if found.gpus is None else ', '.join(found.gpus) or 'none'}; NVLink up: "
@@ -137,7 +144,7 @@ def report(found: Facts) -> str:
         "  Mooncake: "
         + ("not installed" if build is None else f"{build.distribution} {build.version}")
         + (f", cannot be imported: {build.error}" if build is not None and build.error else ""),
-        f"  MC_* variables set: {', '.join(f'{k}={v}' for k, v in found.environment.items()) or 'none'}; "
+        f"  variables for Mooncake: {', '.join(f'{k}={v}' for k, v in found.environment.items()) or 'none'}; "
         f"yama/ptrace_scope: {'absent' if found.ptrace_scope is None else found.ptrace_scope}",
     ]
     verdicts = reachable(found)
@@ -174,8 +181,11 @@ def _why_not_rdma(found: Facts) -> str | None:
     if not found.rdma_ports:
         return "no RDMA device in /sys/class/infiniband"
     if not any(port.usable for port in found.rdma_ports):
-        states = ", ".join(f"{p.device} port {p.port} is {p.state} with {p.gids} GIDs" for p in found.rdma_ports)
-        return f"no RDMA port is active and has a GID: {states}"
+        return f"no RDMA port is active and has a GID: {'; '.join(map(str, found.rdma_ports))}"
+    try:
+        wanted_gid([port for port in found.rdma_ports if port.usable], found.environment)
+    except ConfigError as error:
+        return str(error)
     if not found.verbs_devices:
         return "no uverbs device in /dev/infiniband (in a container: pass the device files in)"
     if "MC_FORCE_TCP" in found.environment:
@@ -213,29 +223,13 @@ def _why_not_cma(found: Facts) -> str | None:
     return None
 
 
-def _rdma_ports(devices: Path) -> tuple[RdmaPort, ...]:
-    ports = []
-    for port in sorted(devices.glob("*/ports/*")):
-        gids = [_text(gid) for gid in sorted((port / "gids").glob("*"))]
-        ports.append(
-            RdmaPort(
-                device=port.parents[1].name,
-                port=int(port.name),
-                state=_text(port / "state"),
-                link_layer=_text(port / "link_layer"),
-                gids=sum(1 for gid in gids if gid.strip("0:")),
-            )
-        )
-    return tuple(ports)
-
-
 def _gpus(root: Path) -> tuple[str, ...]:
     listed = _command("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     if listed:
         return tuple(line.strip() for line in listed.splitlines() if line.strip())
     found = []
     for information in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        model = [line for line in _text(information).splitlines() if line.startswith("Model:")]
+        model = [line for line in text(information).splitlines() if line.startswith("Model:")]
         found.append(model[0].partition(":")[2].strip() if model else information.parent.name)
     return tuple(found)
 
@@ -245,16 +239,16 @@ def _nvlink() -> bool | None:
     return None if status is None else "GB/s" in status
 
 
+@functools.cache
 def _mooncake() -> MooncakeBuild | None:
-    """Distribution names of Mooncake differ by flavour (cuda12, cuda13, non-cuda), so they are told by prefix."""
-    installed = [
-        (d.metadata["Name"], d.version)
-        for d in importlib.metadata.distributions()
-        if (d.metadata["Name"] or "").lower().replace("_", "-").startswith("mooncake-transfer-engine")
-    ]
+    """Looked for once in a process, and by the names of folders: reading the metadata of every installed distribution for each
+    engine that is opened would cost more than opening it. Names differ by flavour (cuda13, non-cuda), so a prefix tells.
+    """
+    folders = (found for folder in sys.path for found in Path(folder or ".").glob("mooncake_transfer_engine*.dist-info"))
+    installed = [importlib.metadata.Distribution.at(folder) for folder in folders]
     if not installed:
         return None
-    name, version = min(installed)
+    name, version = min((d.metadata["Name"], d.version) for d in installed)
     try:
         engine = load_mooncake()
     except (ImportError, OSError) as error:  # a missing libibverbs.so.1 shows here
@@ -264,7 +258,7 @@ def _mooncake() -> MooncakeBuild | None:
 
 
 def _capabilities(root: Path) -> int:
-    for line in _text(root / "proc/self/status").splitlines():
+    for line in text(root / "proc/self/status").splitlines():
         if line.startswith("CapEff:"):
             return int(line.split()[1], 16)
     return 0
@@ -277,11 +271,3 @@ def _command(*words: str) -> str | None:
     except (FileNotFoundError, PermissionError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def _text(path: Path) -> str:
-    """A file of /sys or /proc, stripped; empty when it is not there or the kernel refuses to show it."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -52,14 +52,22 @@ class RegionTable:
         self._starts, self._ends = starts, ends
 
     @classmethod
-    def published(cls, ranges: Iterable[tuple[int, int]]) -> RegionTable:
-        """(address, bytes) pairs another engine published; those that overlap count as one range."""
+    def published(cls, ranges: Iterable[tuple[int, int]], *, in_parts: bool = False) -> RegionTable:
+        """(address, bytes) pairs another engine published; those that overlap count as one range.
+
+        in_parts: a region longer than an RDMA device registers at a time is published in parts of that length and a rest. So a
+        range also goes on in one that touches it, if it is a whole part: as long as the longest of all.
+        """
+        listed = sorted(ranges)
+        part = max((nbytes for _, nbytes in listed), default=0) if in_parts else None
         merged: list[list[int]] = []
-        for start, nbytes in sorted(ranges):
-            if merged and start < merged[-1][1]:
+        before = 0
+        for start, nbytes in listed:
+            if merged and (start < merged[-1][1] or (start == merged[-1][1] and before == part)):
                 merged[-1][1] = max(merged[-1][1], start + nbytes)
             else:
                 merged.append([start, start + nbytes])
+            before = nbytes
         table = cls()
         table._starts = np.array([a for a, _ in merged], np.int64)
         table._ends = np.array([b for _, b in merged], np.int64)
