@@ -26,6 +26,7 @@ GROUPS: list[tuple[str, type]] = [
     ("miles", schema.MilesConf),
     ("trainer.placement, rollout.placement", schema.PlacementConf),
     ("weight_sync", schema.SyncConf),
+    ("weight_sync.quant", schema.QuantConf),
     ("weight_sync.transport", schema.TransportConf),
     ("weight_sync.verify", schema.VerifyConf),
     ("weight_sync.recorded", schema.RecordedConf),
