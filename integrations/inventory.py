@@ -206,12 +206,14 @@ class Policy:
     """How tensors are judged. rules: the engine's table. declare: the user's {name pattern: class}, read first.
 
     recomputes: the engine runs its post-processing in a sync; without it a derived tensor would stay stale.
+    captured: graphs were captured and read tensors by their addresses, so a derived one may not be bound to another tensor.
     """
 
     rules: Sequence[Rule]
     draft: DraftPolicy = "refuse"
     declare: Mapping[str, str] = field(default_factory=dict)
     recomputes: str | None = None
+    captured: bool = False
 
     def __post_init__(self) -> None:
         for pattern, keep in self.declare.items():
@@ -270,6 +272,7 @@ class Inventory:
         self.entries: list[Entry] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self._proofs: dict[str, dict[str, int]] = {}
+        self._places: dict[str, int] = {}
         for found in finder():
             keep, why = policy.judge(found, self._spans, written)
             self.entries.append(_entry(found, keep, why))
@@ -283,6 +286,7 @@ class Inventory:
     def seal(self) -> None:
         """Take the fingerprints of constants and frozen tensors that check() compares with."""
         self._proofs = {e.name: _prints(self._tensors[e.name]) for e in self.entries if e.keep in ("constant", "frozen")}
+        self._places = {name: self._tensors[name].data_ptr() for name in self.names("derived")}
         self._tensors.clear()
 
     def names(self, keep: Keep) -> list[str]:
@@ -312,6 +316,9 @@ class Inventory:
                 bad.append(f"{name} was declared {keeps[name]} and has changed")
         derived = [name for name in self.names("derived") if name in live]
         bad += [f"{name} was not recomputed from the new weights" for name in derived if _filled(live[name].tensor)]
+        if self._policy.captured:
+            moved = [name for name in derived if live[name].tensor.data_ptr() != self._places.get(name)]
+            bad += [f"{name} was bound to another tensor, and captured graphs still read the one before" for name in moved]
         if bad:
             raise VerifyError(f"{self._where}: {listed(sorted(bad))}")
         proven: dict[str, int] = {"derived": len(derived)} if derived else {}
@@ -349,10 +356,15 @@ def _refusals(bad: Sequence[Entry]) -> Iterator[str]:
 
 
 def _marker(tensor: torch.Tensor) -> Any:
-    """A value that no weight computes to: the lowest finite number of a floating dtype, the highest of another."""
+    """A value that no weight computes to: the lowest finite number of a floating dtype, the highest of another.
+
+    Of eight-bit floats it is NaN: what is quantised has the lowest and highest numbers in it.
+    """
     import torch
 
-    return torch.finfo(tensor.dtype).min if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+    if not tensor.is_floating_point():
+        return torch.iinfo(tensor.dtype).max
+    return float("nan") if tensor.itemsize == 1 else torch.finfo(tensor.dtype).min
 
 
 def _fill(tensor: torch.Tensor) -> None:
@@ -366,6 +378,8 @@ def _filled(tensor: torch.Tensor) -> bool:
     """Whether the marker is still there: in any element of a floating tensor, in all of another (whose codes may be any)."""
     import torch
 
-    if tensor.is_floating_point():
-        return bool((tensor.detach().to(torch.float64) == _marker(tensor)).any())
-    return bool((tensor.detach() == _marker(tensor)).all())
+    if not tensor.is_floating_point():
+        return bool((tensor.detach() == _marker(tensor)).all())
+    if tensor.itemsize == 1:
+        return bool(tensor.detach().to(torch.float32).isnan().any())
+    return bool((tensor.detach().to(torch.float64) == _marker(tensor)).any())

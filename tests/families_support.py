@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weight_sync.config import engine_yaml, family_for, family_yaml
+from weight_sync.config import engine_yaml, family_for, family_yaml, quant_yaml
 from weight_sync.layout.family import Model, apply, engine_convention, mcore_convention, parse_convention, parse_family
 from weight_sync.layout.parallel import EngineDims, TrainerDims
 from weight_sync.layout.resolve import computed_names, resolve
 from weight_sync.layout.table import Layout
+from weight_sync.quant.emission import Quantisation
+from weight_sync.quant.published import from_hf
+from weight_sync.session.inputs import quantised
 
 YARN = {
     "rope_type": "yarn",
@@ -48,6 +51,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def model_of(checkpoint: Path) -> Model:
     config = json.loads((checkpoint / "config.json").read_text())
     return apply(parse_family(family_yaml(family_for(config))), config)
+
+
+def quantisation_of(checkpoint: Path) -> Quantisation:
+    """What the checkpoint's quantization_config says."""
+    return Quantisation(*from_hf(json.loads((checkpoint / "config.json").read_text())["quantization_config"], quant_yaml))
+
+
+def quantised_model_of(checkpoint: Path) -> Model:
+    """model_of(), with the HF tensors that the checkpoint holds instead of weights."""
+    return quantised(model_of(checkpoint), quantisation_of(checkpoint).to_json())
 
 
 def trainer_layout(model: Model, dims: TrainerDims, **symbols: int) -> Layout:

@@ -61,10 +61,12 @@ class FsdpSource:
         return {axis: index for axis, _, index in self._mesh_dims()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every parameter and persistent floating-point buffer by name: its local part, without copying."""
+        """Every parameter and persistent floating-point buffer by name: its local part, without copying. Only what this
+        rank holds anything of: with more ranks than rows some hold nothing of it."""
         from torch.distributed.tensor import DTensor
 
-        return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for name, tensor in self._full()}
+        parts = ((name, t.to_local() if isinstance(t, DTensor) else t.detach()) for name, t in self._full())
+        return {name: part for name, part in parts if part.numel()}
 
     def describe(self) -> RankDescription:
         """See TrainerSource. `shards` has an entry for each checkpoint tensor that this rank holds a part of."""

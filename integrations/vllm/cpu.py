@@ -21,6 +21,7 @@ What is replaced, all found in vLLM 0.32.0; a name that is gone raises ConfigErr
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +38,18 @@ _MARK = "weight_sync_plain"
 
 def apply() -> None:
     """Install the stand-ins in this process. Safe to call again. Raises ConfigError when this vLLM lacks a seam."""
+    from weight_sync_integrations.vllm import cpu_fp8
+
     _plain_linear()
     _plain_experts()
+    cpu_fp8.apply()
     _stage_buffers()
     _unlink_shared_memory()
     if os.environ.get(GLOO_VARIABLE) == "1":
         _gloo()
 
 
-def _seam(owner: Any, name: str) -> Any:
+def seam(owner: Any, name: str) -> Any:
     """The attribute `name` of a vLLM module or class; ConfigError when it moved."""
     found = getattr(owner, name, None)
     if found is None:
@@ -63,7 +67,7 @@ def _plain_linear() -> None:
     import torch.nn.functional as functional
     from vllm.model_executor.layers import utils
 
-    if getattr(_seam(utils, "dispatch_cpu_unquantized_gemm"), _MARK, False):
+    if getattr(seam(utils, "dispatch_cpu_unquantized_gemm"), _MARK, False):
         return
 
     def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -77,11 +81,11 @@ def _plain_linear() -> None:
 def _plain_experts() -> None:
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    experts = _seam(cpu_moe, "CPUUnquantizedExperts")
+    experts = seam(cpu_moe, "CPUUnquantizedExperts")
     if getattr(experts, _MARK, False):
         return
-    _seam(experts, "process_weights_after_loading")
-    _seam(experts, "apply")
+    seam(experts, "process_weights_after_loading")
+    seam(experts, "apply")
 
     def keep_experts(self: Any, layer: torch.nn.Module) -> None:
         self._use_zentorch = False
@@ -109,7 +113,32 @@ def _apply_experts(
     expert_tokens_meta: Any,
     apply_router_weight_on_input: bool,
 ) -> None:
-    """One expert after the other. w1: [local experts, gate rows then up rows, hidden]; w2: [local experts, hidden, I].
+    """One expert after the other. w1: [local experts, gate rows then up rows, hidden]; w2: [local experts, hidden, I]."""
+    if self.w1_bias is not None or self.w2_bias is not None:
+        raise NotImplementedError("the CPU stand-in for experts knows no expert biases")
+    output.copy_(
+        loop_over_experts(
+            lambda expert: (w1[expert], w2[expert]),
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            activation,
+            expert_map,
+            apply_router_weight_on_input,
+        )
+    )
+
+
+def loop_over_experts(
+    matrices: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    expert_map: torch.Tensor | None,
+    apply_router_weight_on_input: bool,
+) -> torch.Tensor:
+    """What this rank's experts make of the tokens, float32. matrices: local expert -> (gate rows then up rows, down).
 
     Sums in float32, so the result does not depend on the order of experts by more than the last rounding.
     """
@@ -117,28 +146,27 @@ def _apply_experts(
 
     if activation.value != "silu":
         raise NotImplementedError(f"the CPU stand-in for experts knows silu only, this model uses {activation.value}")
-    if self.w1_bias is not None or self.w2_bias is not None:
-        raise NotImplementedError("the CPU stand-in for experts knows no expert biases")
     local = topk_ids.long() if expert_map is None else expert_map.long()[topk_ids.long()]
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
     for expert in local.unique().tolist():
         if expert < 0:  # held by another rank, which adds its share in the all-reduce
             continue
+        w1, w2 = matrices(expert)
         token, choice = (local == expert).nonzero(as_tuple=True)
-        gate, up = torch.nn.functional.linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
-        result = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert]).float()
+        gate, up = torch.nn.functional.linear(hidden_states[token], w1).chunk(2, dim=-1)
+        result = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2).float()
         if not apply_router_weight_on_input:
             result = result * topk_weights[token, choice].unsqueeze(-1).float()
         total.index_add_(0, token, result)
-    output.copy_(total)
+    return total
 
 
 def _stage_buffers() -> None:
     from vllm.distributed import get_pp_group
     from vllm.v1.worker import cpu_model_runner
 
-    runner = _seam(cpu_model_runner, "CPUModelRunner")
-    load_model = _seam(runner, "load_model")
+    runner = seam(cpu_model_runner, "CPUModelRunner")
+    load_model = seam(runner, "load_model")
     if getattr(load_model, _MARK, False):
         return
 
@@ -156,8 +184,8 @@ def _stage_buffers() -> None:
 def _unlink_shared_memory() -> None:
     from vllm.distributed.device_communicators import cpu_communicator
 
-    shared = _seam(cpu_communicator, "_CPUSHMDistributed")
-    initialise = _seam(shared, "_init_cpu_shm")
+    shared = seam(cpu_communicator, "_CPUSHMDistributed")
+    initialise = seam(shared, "_init_cpu_shm")
     if getattr(initialise, _MARK, False):
         return
 
@@ -173,6 +201,6 @@ def _unlink_shared_memory() -> None:
 def _gloo() -> None:
     from vllm.distributed.device_communicators import cpu_communicator
 
-    communicator = _seam(cpu_communicator, "CpuCommunicator")
-    _seam(communicator, "_all_group_ranks_share_shm_group_name")
+    communicator = seam(cpu_communicator, "CpuCommunicator")
+    seam(communicator, "_all_group_ranks_share_shm_group_name")
     communicator._all_group_ranks_share_shm_group_name = lambda self: False

@@ -1,10 +1,8 @@
 """Which live tensors of a vLLM model may be overwritten in place.
 
-vLLM's loaders write a checkpoint into a model's parameters, and then every layer may turn its parameters into what its
-kernel likes: packed, swapped, requantised, emptied, or copied into a derived tensor. A one-sided write is right only
-for a parameter that still holds, byte for byte, what load_weights wrote into it. That cannot be told from names or
-shapes (FlashInfer's swap of the two halves of w13 keeps both), so it is observed: watch_loading() takes a fingerprint
-of every tensor between loading and post-processing, and inspect() compares.
+After loading, a layer may turn its parameters into what its kernel likes, or copy them into a derived tensor. Which ones a
+write would miss or corrupt is observed (loading.py): watch_loading() takes a fingerprint of every tensor between loading and
+post-processing, and inspect() says what was found.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from weight_sync.errors import ConfigError
 from weight_sync_integrations.fingerprint import fingerprint
+from weight_sync_integrations.loading import changed, seen
 from weight_sync_integrations.vllm.tensors import derived
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 # Attention registers these as persistent buffers. They are constants unless the KV cache itself is quantised.
 _RUNTIME_BUFFERS = frozenset({"_k_scale", "_v_scale", "_q_scale", "_prob_scale"})
+# With a quantised checkpoint attention has these parameters while it loads: post-processing turns them into the buffers above.
+_CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale", "k_zero_point", "v_zero_point", "q_zero_point"})
 _MARK = "weight_sync_watch"
 
 
@@ -71,7 +72,7 @@ def watch_loading() -> None:
         return
 
     def process_and_compare(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        witness = _Witness({name: fingerprint(tensor) for name, tensor in weights(model)})
+        witness = _Witness(seen(weights(model)))
         private = {id(tensor) for _, tensor in _private_tensors(model)}
         process(model, *args, **kwargs)
         witness.reasons = _compare(model, witness.loaded, private)
@@ -112,7 +113,8 @@ def inspect(model: torch.nn.Module) -> Live:
 def weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers under every name they have, as plain tensors."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield name, parameter.data
+        if name.rpartition(".")[2] not in _CACHE_SCALES:
+            yield name, parameter.data
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None or name in module._non_persistent_buffers_set or name in _RUNTIME_BUFFERS:
@@ -122,21 +124,13 @@ def weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _compare(model: torch.nn.Module, loaded: dict[str, int], private: set[int]) -> dict[str, str]:
     """Reasons by name, after post-processing."""
-    reasons: dict[str, str] = {}
     online = _online_quantised(model)
     made = derived(model)
     now = {name: tensor for name, tensor in weights(model) if name not in made}
-    for name in loaded.keys() - now.keys():
-        reasons[name] = "post-processing removed it: the kernel uses something made from it"
-    for name, tensor in now.items():
-        if name not in loaded:
-            reasons[name] = "post-processing made it: no checkpoint tensor is loaded into it"
-        elif tensor.numel() == 0 and fingerprint(tensor) != loaded[name]:
-            reasons[name] = "post-processing packed it into the kernel's private layout and left it empty"
-        elif fingerprint(tensor) != loaded[name]:
-            reasons[name] = "post-processing rearranged or requantised it: its bytes are not what load_weights wrote"
-        elif any(name.startswith(f"{prefix}.") for prefix in online):
-            reasons[name] = "it is quantised by vLLM while loading: its bytes are not the checkpoint's"
+    reasons = changed(loaded, now)
+    for name in now:
+        if any(name.startswith(f"{prefix}.") for prefix in online):
+            reasons.setdefault(name, "it is quantised by vLLM while loading: its bytes are not the checkpoint's")
     memory = {tensor.untyped_storage().data_ptr() for tensor in now.values()}
     for owner, tensor in _private_tensors(model):
         if owner in made:

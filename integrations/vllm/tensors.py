@@ -1,8 +1,8 @@
 """What a vLLM worker holds beside the weights that a plan writes, and what of it a sync cannot keep right.
 
 RULES is the table of the inventory (weight_sync_integrations.inventory): which attribute of which module class is derived,
-constant or working memory. Run on a CPU (0.32.0): everything of dense and MoE models, draft models, MLA with the plain CPU
-backend. Read in the source, not run: what only a GPU or a quantised model has.
+constant or working memory. Run on a CPU (0.32.0): everything of dense and MoE models, of both with weights in fp8 blocks, draft
+models, MLA with the plain CPU backend. Read in the source, not run: what only a GPU has.
 """
 
 from __future__ import annotations
@@ -72,6 +72,32 @@ def recompute(models: list[tuple[str, torch.nn.Module]], names: Iterable[str], d
     with torch.no_grad():
         for module in modules:
             module.process_weights_after_loading(dtype)
+
+
+def rebuild_kernels(models: list[tuple[str, torch.nn.Module]]) -> list[str]:
+    """Have expert kernels read the scales that the model holds now, where they read others. Returns the modules' names.
+
+    vLLM's own reload of a quantised checkpoint makes new kernels, on tensors that it then copies into the parameters: a write
+    into the parameters would not reach the kernels. It also offers to make kernels for weights that are in place already.
+    """
+    import torch
+    from vllm.model_executor.utils import weights_already_processed
+
+    found: list[str] = []
+    for role, model in models:
+        for path, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            config = getattr(method, "moe_quant_config", None)
+            own = {p.data_ptr() for p in module._parameters.values() if p is not None}
+            read = [getattr(config, name, None) for name in ("w1_scale", "w2_scale")]
+            if all(scale is None or scale.data_ptr() in own for scale in read):
+                continue
+            if not getattr(method, "supports_pre_processed_weights", False):
+                continue  # it would pack them again; the inventory refuses what nobody knows
+            with weights_already_processed(), torch.no_grad():
+                method.process_weights_after_loading(module)
+            found.append(path if role == "target" else f"{role}.{path}")
+    return found
 
 
 def refusals(worker: Any) -> list[str]:

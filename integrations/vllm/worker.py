@@ -116,9 +116,15 @@ def _inventory(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
 def _judged(worker: Any, payload: dict[str, Any]) -> Inventory:
     expected = payload.get("expected")
     planned = tensors.live_tensors(tensors.models_of(worker), None if expected is None else frozenset(expected))
-    policy = Policy(tensors.RULES, payload.get("draft", "refuse"), payload.get("declare", {}), tensors.RECOMPUTES)
+    draft, declare = payload.get("draft", "refuse"), payload.get("declare", {})
+    policy = Policy(tensors.RULES, draft, declare, tensors.RECOMPUTES, _captures(worker))
     where = f"rollout rank {worker.rank}"
     return Inventory(lambda: tensors.find_all(tensors.models_of(worker)), planned.values(), policy, where)
+
+
+def _captures(worker: Any) -> bool:
+    """Whether CUDA graphs read the weights, by the addresses that they had when they were captured."""
+    return worker.device.type == "cuda" and not worker.vllm_config.model_config.enforce_eager
 
 
 def _bind(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
@@ -132,6 +138,8 @@ def _bind(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
         stuck = {f"{role}.{name}": why for name, why in live.inspect(model).not_writable.items()}
         if planned := sorted(stuck.keys() & set(payload["expected"])):
             raise BindError(f"rollout rank {worker.rank}: {listed(f'{name}: {stuck[name]}' for name in planned)}")
+    if not _captures(worker):  # captured graphs would go on reading what they were captured with: the inventory refuses
+        tensors.rebuild_kernels(tensors.models_of(worker))
     inventory = _judged(worker, payload)
     if set(payload["expected"]) <= set(tensors.live_tensors(tensors.models_of(worker), all_of_them=True)):
         inventory.require_all()  # else the plan is of another layout, and the agent says so better
@@ -261,6 +269,7 @@ def _load(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from weight_sync_integrations.vllm import live
+    from weight_sync_integrations.vllm.record import loadable
 
     engine = _engine(worker)
     if engine.session:
@@ -270,7 +279,7 @@ def _load(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     if found.not_writable:
         raise BindError("cannot load in place: " + listed(f"{name}: {reason}" for name, reason in found.not_writable.items()))
     was_suspect, engine.suspect, engine.committed = engine.suspect, True, None
-    with torch.no_grad():
+    with torch.no_grad(), loadable(model):
         loaded = model.load_weights(_checkpoint(payload["path"]))
     missing = sorted(set(found.tensors) - set(loaded))
     if missing:

@@ -14,9 +14,10 @@ from commands_support import Said
 from weight_sync.commands import doctor
 from weight_sync.commands.host import Check, checks, environment, environments
 from weight_sync.transport import preflight
-from weight_sync.transport.preflight import Facts, MooncakeBuild, RdmaPort
+from weight_sync.transport.preflight import Facts, MooncakeBuild
+from weight_sync.transport.rdma import Gid, RdmaPort
 
-PORT = RdmaPort("mlx5_0", 1, "4: ACTIVE", "InfiniBand", 2)
+PORT = RdmaPort("mlx5_0", 1, "4: ACTIVE", "InfiniBand", (Gid(0, "fe80::1"), Gid(3, "::ffff:10.0.0.1", "RoCE v2", "eth0")))
 BUILD = MooncakeBuild("mooncake-transfer-engine", "0.3.14", True, None)
 NVRM = "NVRM version: NVIDIA UNIX"
 GOOD = Facts(

@@ -111,6 +111,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.write_line(f"{head}  transfers")
     for a in found:
         methods = ", ".join(f"{count} {name}" for name, count in a["methods"].items() if count)
+        methods += f"; {a['quant']}" if "quant" in a else ""
         terminalreporter.write_line(
             f"{a['kind']:7} {a['engine']:13} {a['trainer']:24} {a['way']:8} {'NO' if a['differing'] else 'yes':>5} "
             f"{a['tensors']:7} {a['bytes']:9} {a['rounds']:6}  {methods}"

@@ -23,6 +23,14 @@ def scramble(live: Mapping[str, torch.Tensor], constants: Iterable[Mapping[str, 
         region.fill_(entry["value"])
 
 
+def spoil(derived: Iterable[torch.Tensor]) -> None:
+    """Overwrite tensors of any strides with the same byte."""
+    for tensor in derived:
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]
+        pattern = int.from_bytes(bytes([GARBAGE]) * tensor.itemsize, "little", signed=words != torch.uint8)
+        tensor.view(words).fill_(pattern)
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The live memory of a contiguous tensor."""
     assert tensor.is_contiguous(), f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
@@ -34,6 +42,10 @@ def differing(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tens
     lines = [f"{where} {name}: only in one of the two models" for name in sorted(found.keys() ^ wanted.keys())]
     for name in found.keys() & wanted.keys():
         a, b = found[name], wanted[name]
+        if a.stride() != b.stride():
+            lines.append(f"{where} {name}: strides {a.stride()}, should be {b.stride()}")
+            continue
+        a, b = a.contiguous(), b.contiguous()
         if a.shape != b.shape or a.dtype != b.dtype:
             lines.append(f"{where} {name}: {a.dtype} {tuple(a.shape)}, should be {b.dtype} {tuple(b.shape)}")
             continue

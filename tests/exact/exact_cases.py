@@ -200,9 +200,34 @@ RECORDED = (
 """(trainer, engine) that are synced to a recorded engine layout."""
 
 
+QUANTS: dict[str, dict[str, Any]] = {
+    "fp8 blocks": {"block": (32, 32)},
+    "fp8 blocks, powers of two": {"block": (32, 32), "ue8m0": True},
+}
+"""How the checkpoint that engines serve is quantised: arguments of fp8_config(). Trainers hold bfloat16."""
+
+_BLOCKS = tuple(
+    ("fp8 blocks", trainer, engine)
+    for trainer in ("moe tp2 pp2 ep2", "deepseek tp2 pp2 ep2", "glm45 tp2 pp2 ep2")
+    for engine in ("tp1", "tp2", "tp2ep2")
+)
+QUANTISED: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "sglang": (
+        ("fp8 blocks", "moe fsdp2", "tp2ep2"),  # its cuts lie inside blocks
+        ("fp8 blocks, powers of two", "deepseek tp2 pp2 ep2", "tp2"),
+    ),
+    "vllm": (),
+}
+"""Kind of engine -> (quantisation, trainer, engine) that are synced once, in the default way, beside those of _BLOCKS."""
+
 RANKS_ONLY = ("glm5", "deepseek", "flash", "llama", "qwen2")
 """Models whose vLLM ranks are built and loaded, but no engine runs them: vLLM has no CPU kernels for the attention of the first
-three, and engines of the others would take the time of ten ranks."""
+three, and engines of the others would take the time of ten ranks. Of quantised checkpoints one runs in vLLM's own workers."""
+
+
+def runs(kind: str, model: str, engine: str, quant: str) -> bool:
+    """Whether an engine of this kind runs in its own workers, instead of rank by rank in one process."""
+    return kind == "vllm" and (model not in RANKS_ONLY if not quant else (model, engine) == ("moe", "tp2ep2"))
 
 
 def why_not(kind: str, trainer: str, engine: str) -> str | None:
@@ -281,7 +306,7 @@ MUTATED = ("moe pp2 vpp2 ep2 dp2", "tp2ep2")
 
 
 def all_cases() -> list[dict[str, str]]:
-    """Every case of every kind of engine: {"id", "kind", "trainer", "engine", "way" or "mutation"}."""
+    """Every case of every kind of engine: {"id", "kind", "trainer", "engine", "way" or "mutation"}, some with "quant"."""
     cases = [
         {"kind": kind, "trainer": trainer, "engine": engine, "way": way}
         for kind in KINDS
@@ -294,6 +319,11 @@ def all_cases() -> list[dict[str, str]]:
         for kind in KINDS
         for way, pairs in (("default", ONE_WAY), ("recorded", RECORDED))
         for trainer, engine in pairs
+    ]
+    cases += [
+        {"kind": kind, "trainer": trainer, "engine": engine, "way": "default", "quant": quant}
+        for kind in KINDS
+        for quant, trainer, engine in (*_BLOCKS, *QUANTISED[kind])
     ]
     trainer, engine = MUTATED
     cases += [{"kind": kind, "trainer": trainer, "engine": engine, "mutation": name} for kind in KINDS for name in MUTATIONS]

@@ -17,9 +17,11 @@ from typing import Any, Protocol
 from tests.exact.exact_cases import Engine
 from weight_sync.ids import Deadline
 from weight_sync.layout.parallel import EngineDims
+from weight_sync.session.contracts import Receipt
 from weight_sync.session.inprocess import InProcessEngine
 from weight_sync.session.target import TargetAgent
 from weight_sync.transport.memory import MemoryHub, MemoryTransport
+from weight_sync_integrations.inventory import Inventory
 
 HUB = MemoryHub()
 
@@ -30,14 +32,25 @@ def transport() -> MemoryTransport:
 
 
 class Replica(Protocol):
-    """One rank's model. scope(): inside it the engine takes this rank for its own."""
+    """One rank's model. scope(): inside it the engine takes this rank for its own.
+
+    tensors(): what a plan writes. derived(): what the engine computes of it, anew in finish(). inventory(): of all there is.
+    """
 
     model: Any
     coords: Mapping[str, int]
 
     def tensors(self) -> Mapping[str, Any]: ...
 
+    def derived(self) -> Mapping[str, Any]: ...
+
     def load(self, tensors: Mapping[str, Any]) -> None: ...
+
+    def loadable(self) -> AbstractContextManager[None]: ...
+
+    def inventory(self) -> Inventory: ...
+
+    def finish(self) -> None: ...
 
     def scope(self) -> AbstractContextManager[None]: ...
 
@@ -60,6 +73,19 @@ class ReplicaEngine(InProcessEngine):
     def record(self, tensors: Mapping[str, tuple[list[int], str]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         return {rank: self._record(replica, tensors) for rank, replica in enumerate(self.replicas)}
 
+    def finish(self, session: str, version: int, digest: str, deadline: Deadline) -> Receipt:
+        receipt = super().finish(session, version, digest, deadline)
+        for replica in self.replicas:
+            with replica.scope():
+                inventory = replica.inventory()
+                inventory.require_all()
+                inventory.seal()
+                inventory.spoil()
+            replica.finish()
+            with replica.scope():
+                inventory.check()
+        return receipt
+
     @staticmethod
     def _record(replica: Replica, tensors: Mapping[str, tuple[list[int], str]]) -> dict[str, Any]:
         import torch
@@ -67,7 +93,7 @@ class ReplicaEngine(InProcessEngine):
         from weight_sync_integrations.recorder import record
 
         specs = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in tensors.items()}
-        with replica.scope():
+        with replica.scope(), replica.loadable():
             seen = record(replica.model, specs, replica.model.load_weights)
         unexplained = {entry["tensor"] or f"parameter {entry['param']}": entry["operation"] for entry in seen.inexpressible}
         return {"shards": seen.shards, "unexplained": unexplained, "constants": seen.constants, "rewritten": seen.rewritten}
@@ -104,11 +130,12 @@ class Replicas:
         return replicas
 
     def scramble(self) -> None:
-        from tests.exact.exact_bytes import scramble
+        from tests.exact.exact_bytes import scramble, spoil
 
         for engine, constants in zip(self.engines, self.constants, strict=True):
             for replica, regions in zip(engine.replicas, constants, strict=True):
                 scramble(replica.tensors(), regions)
+                spoil(replica.derived().values())
 
     def differing(self, export: Path) -> tuple[list[str], int]:
         from tests.exact.exact_bytes import differing
@@ -117,9 +144,10 @@ class Replicas:
         if self._oracle[0] != export:
             self._oracle = (export, self._loaded(export))
         for rank, oracle in enumerate(self._oracle[1]):
-            wanted = oracle.tensors()
+            wanted = {**oracle.tensors(), **oracle.derived()}
             for engine in self.engines:
-                lines += differing(engine.replicas[rank].tensors(), wanted, f"{engine.name} rank {rank}")
+                replica = engine.replicas[rank]
+                lines += differing({**replica.tensors(), **replica.derived()}, wanted, f"{engine.name} rank {rank}")
                 count += len(wanted)
         return lines, count
 

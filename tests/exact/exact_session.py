@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.exact.exact_cases import ENGINES, MODELS, MUTATIONS, TRAINER_WORLD, TRAINERS, WAYS
+from tests.exact.exact_cases import ENGINES, MODELS, MUTATIONS, QUANTS, TRAINER_WORLD, TRAINERS, WAYS
 from tests.exact.exact_dump import read_ranks
-from weight_sync.config import engine_yaml, family_yaml
+from weight_sync.config import engine_yaml, family_yaml, quant_yaml
 from weight_sync.plan.schedule import Budget, CostModel
+from weight_sync.quant.emission import Quantisation
+from weight_sync.quant.published import from_hf
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.contracts import RolloutEngine
 from weight_sync.session.inprocess import InProcessTrainers
@@ -41,12 +43,35 @@ class Rollout(Protocol):
         ...
 
 
-def read_cases(file: Path) -> dict[tuple[str, str], list[dict[str, str]]]:
-    """Cases by (model, engine): {"id", "kind", "trainer", "engine", "way" or "mutation"}."""
-    groups: dict[tuple[str, str], list[dict[str, str]]] = {}
+def read_cases(file: Path) -> dict[tuple[str, str, str], list[dict[str, str]]]:
+    """Cases by (model, engine, quantisation): {"id", "kind", "trainer", "engine", "way" or "mutation"}, some with "quant"."""
+    groups: dict[tuple[str, str, str], list[dict[str, str]]] = {}
     for case in json.loads(file.read_text()):
-        groups.setdefault((TRAINERS[case["trainer"]].model, case["engine"]), []).append(case)
+        groups.setdefault((TRAINERS[case["trainer"]].model, case["engine"], case.get("quant", "")), []).append(case)
     return groups
+
+
+def served(root: Path, model: str, quant: str) -> Path:
+    """The checkpoint that engines of this model serve."""
+    return _quantised(root, root / "models" / model, quant)
+
+
+def exported(root: Path, case: Mapping[str, str]) -> Path:
+    """What the trainer's own exporter made of its state, quantised as the engine's checkpoint is."""
+    return _quantised(root, root / "trainers" / case["trainer"] / "export", case.get("quant", ""))
+
+
+def _quantised(root: Path, source: Path, quant: str) -> Path:
+    if not quant:
+        return source
+    from weight_sync_integrations.quantised import fp8_config, quantise_checkpoint
+
+    folder = root / "quantised" / quant / source.relative_to(root)
+    if not folder.exists():
+        config = json.loads((source / "config.json").read_text())
+        partial = folder.with_name(folder.name + ".part")
+        quantise_checkpoint(source, partial, fp8_config(config, **QUANTS[quant])).rename(folder)
+    return folder
 
 
 def answer(file: Path, case: Mapping[str, str], root: Path, rollout: Rollout, transport: Callable[[], Transport]) -> None:
@@ -62,7 +87,7 @@ def answer(file: Path, case: Mapping[str, str], root: Path, rollout: Rollout, tr
 
 def _case(case: Mapping[str, str], root: Path, rollout: Rollout, transport: Callable[[], Transport]) -> dict[str, Any]:
     """Scramble, connect (with the witness), sync, compare."""
-    export = root / "trainers" / case["trainer"] / "export"
+    export = exported(root, case)
     rollout.scramble()
     scrambled, tensors = rollout.differing(export)
     sync = session(case, root, rollout, transport, *_yaml(case), *WAYS[case["way"]], witness=True)
@@ -120,21 +145,25 @@ def session(
     """The real session over the dumped trainer ranks and live engines."""
     trainer = TRAINERS[case["trainer"]]
     folder = root / "trainers" / case["trainer"]
-    served = json.loads((root / "models" / trainer.model / "config.json").read_text())
+    config = json.loads((served(root, trainer.model, case.get("quant", "")) / "config.json").read_text())
+    quant = None
+    if "quantization_config" in config:
+        quant = Quantisation(*from_hf(config["quantization_config"], quant_yaml)).to_json()
     dims = ENGINES[case["engine"]].dims(convention["remainder"])
     target: Declared | Recorded
     if case.get("way") == "recorded":
-        target = Recorded(served, dims, family)
+        target = Recorded(config, dims, family, quant=quant)
     else:
         assert family is not None
-        target = Declared(family, served, dims, convention, MODELS[trainer.model].symbols.get(case["kind"], {}))
+        symbols = MODELS[trainer.model].symbols.get(case["kind"], {})
+        target = Declared(family, config, dims, convention, symbols, quant=quant)
     source, held_as = None, str(trainer.options.get("dtype", ""))
     if not trainer.fsdp:  # FSDP ranks publish their shards instead
         assert family is not None
-        config = json.loads((folder / "export" / "config.json").read_text())
-        config["dtype"] = served["dtype"]  # the export of a float32 trainer says its own
+        own = json.loads((folder / "export" / "config.json").read_text())
+        own["dtype"] = config["dtype"]  # the export of a float32 trainer says its own
         symbols = {"vocab_multiple": 128 * trainer.parallel.get("tp", 1)}
-        source = Declared(family, config, {"ranks": TRAINER_WORLD, **trainer.parallel}, None, symbols, held_as)
+        source = Declared(family, own, {"ranks": TRAINER_WORLD, **trainer.parallel}, None, symbols, held_as, quant)
     agents = [SourceAgent(rank, transport) for rank in read_ranks(folder)]
     spec = SyncSpec(source, target, witness=witness, costs=costs, budget=budget, casts=[held_as] if held_as else ())
     timeouts = Timeouts(connect=120, sync=120, abort=60)

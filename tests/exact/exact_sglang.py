@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.exact.exact_cases import ENGINES, Engine
 from tests.exact.exact_replicas import Replicas, transport
-from tests.exact.exact_session import answer, read_cases
+from tests.exact.exact_session import answer, read_cases, served
 
 
 def build(model: Path, case: Engine, rank: int) -> Any:
@@ -28,8 +28,8 @@ def main(root: Path, answers: Path, cases: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    for (model, engine), group in read_cases(cases).items():
-        rollout = Replicas(root / "models" / model, ENGINES[engine], build, "last")
+    for (model, engine, quant), group in read_cases(cases).items():
+        rollout = Replicas(served(root, model, quant), ENGINES[engine], build, "last")
         for case in group:
             answer(answers, case, root, rollout, transport)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.exact import exact_replicas
-from tests.exact.exact_cases import ENGINES, RANKS_ONLY, Engine
-from tests.exact.exact_session import answer, read_cases
+from tests.exact.exact_cases import ENGINES, Engine, runs
+from tests.exact.exact_session import answer, read_cases, served
 from tests.vllm.conftest import ENVIRONMENT, build_engine, run_forked
 from tests.vllm.replica_support import VllmRank, build_rank
 from weight_sync.ids import Deadline
@@ -26,6 +26,7 @@ from weight_sync.layout.parallel import EngineDims
 from weight_sync.session.contracts import Receipt
 from weight_sync.session.inprocess import InProcessEngine
 from weight_sync.transport import registry
+from weight_sync_integrations.inventory import Inventory, Policy
 
 TOKEN = ENVIRONMENT["WEIGHT_SYNC_TOKEN"]
 TRANSPORT = {"name": "cma", "any_tracer": True}
@@ -152,6 +153,33 @@ class Rank:
 
         with self.scope(), torch.no_grad():
             self.model.load_weights(iter(tensors.items()))
+            self.built.postprocess()
+
+    def derived(self) -> dict[str, Any]:
+        """Tensors that vLLM computes from weights."""
+        from weight_sync_integrations.vllm import tensors
+
+        made = tensors.derived(self.model)
+        return {f.name: f.tensor.detach() for f in tensors.find_all([("target", self.model)]) if f.name in made}
+
+    def loadable(self) -> Any:
+        from weight_sync_integrations.vllm.record import loadable
+
+        return loadable(self.model)
+
+    def inventory(self) -> Inventory:
+        from weight_sync_integrations.vllm import tensors
+
+        models = [("target", self.model)]
+        policy = Policy(tensors.RULES, recomputes=tensors.RECOMPUTES)
+        return Inventory(lambda: tensors.find_all(models), self.tensors().values(), policy, "a rank")
+
+    def finish(self) -> None:
+        """What our worker does when a session ends."""
+        from weight_sync_integrations.vllm import tensors
+
+        with self.scope():
+            tensors.recompute([("target", self.model)], self.derived(), self.built.config.model_config.dtype)
 
     def scope(self) -> Any:
         return self.built.scope()
@@ -162,19 +190,19 @@ def build_one(model: Path, case: Engine, rank: int) -> Rank:
     return Rank(build_rank(model, case.tp, case.pp, ep=case.moe_ep > 1, rank=rank), coords)
 
 
-def run_replicas(root: Path, answers: Path, model: str, engine: str, cases: list[dict[str, str]]) -> None:
+def run_replicas(root: Path, answers: Path, model: Path, engine: str, cases: list[dict[str, str]]) -> None:
     """In the forked child: the ranks of one engine, all its cases."""
     from weight_sync_integrations.vllm import cpu
 
     cpu.apply()
-    rollout = exact_replicas.Replicas(root / "models" / model, ENGINES[engine], build_one, "inner")
+    rollout = exact_replicas.Replicas(model, ENGINES[engine], build_one, "inner")
     for case in cases:
         answer(answers, case, root, rollout, exact_replicas.transport)
 
 
-def run_group(root: Path, answers: Path, model: str, engine: str, cases: list[dict[str, str]]) -> None:
+def run_group(root: Path, answers: Path, model: Path, engine: str, cases: list[dict[str, str]]) -> None:
     """In the forked child: one engine, all its cases."""
-    rollout = Workers(root / "models" / model, ENGINES[engine])
+    rollout = Workers(model, ENGINES[engine])
     for case in cases:
         answer(answers, case, root, rollout, transport)
 
@@ -189,9 +217,9 @@ def main(root: Path, answers: Path, cases: Path) -> None:
     torch.set_num_threads(1)
     for module in ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"):
         importlib.import_module(module)
-    for (model, engine), group in read_cases(cases).items():
-        run = run_replicas if model in RANKS_ONLY else run_group
-        run_forked(run, root, answers, model, engine, group, seconds=400)
+    for (model, engine, quant), group in read_cases(cases).items():
+        run = run_group if runs("vllm", model, engine, quant) else run_replicas
+        run_forked(run, root, answers, served(root, model, quant), engine, group, seconds=400)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,14 @@ def test_after_a_sync_every_live_tensor_equals_what_the_engines_own_loader_makes
     found = answers(case)
     assert found["differing"] == []
     assert found["scrambled"] == found["tensors"] > 0, "a tensor was right before the sync: the comparison proves less"
-    assert found["gathered"] == 0
+    # Largest magnitudes of blocks that lie on several ranks; the weights themselves are never gathered.
+    assert (found["gathered"] > 0) is ("quant" in case and TRAINERS[case["trainer"]].fsdp)
     assert found["bytes"] > 0
     endings = CASTS.get(case["trainer"], ())
     assert {ending for ending in endings if any(name.endswith(ending) for name in found["cast"])} == set(endings)
     assert [name for name in found["cast"] if not name.endswith(endings)] == []
     trainer, recorded = TRAINERS[case["trainer"]], ", the engine recorded" if case["way"] == "recorded" else ""
+    recorded = f", {case['quant']}" if "quant" in case else recorded
     layouts = f"{case['trainer']} -> {case['engine']}{recorded}"
     record_result(f"{case['kind']} bytes", MODELS[trainer.model].family, layouts, "byte-equal", found["tensors"])
     if case["way"] == "runs":

@@ -311,6 +311,7 @@ def scheduler(**arguments: Any) -> Any:
     saver = SimpleNamespace(enabled=arguments.pop("saver", False))
     runner = SimpleNamespace(model=torch.nn.Linear(2, 2), lora_manager=lora)
     return SimpleNamespace(
+        device="cpu",
         server_args=SimpleNamespace(**arguments),
         tp_worker=SimpleNamespace(model_runner=runner),
         draft_worker=None,

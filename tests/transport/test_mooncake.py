@@ -17,7 +17,7 @@ from transport_peer import LocalPeer, ProcessPeer
 
 from weight_sync.errors import ConfigError, TransportError
 from weight_sync.ids import Deadline
-from weight_sync.transport import preflight, registry
+from weight_sync.transport import preflight, rdma, registry
 from weight_sync.transport.base import Transport
 from weight_sync.transport.mooncake import MooncakeTransport
 from weight_sync.transport.mooncake_engine import STEERING, buffers_of, protocol_of, published, start_engine
@@ -201,7 +201,8 @@ def test_asking_for_rdma_without_a_device_is_refused_with_what_was_looked_for() 
 def test_an_engine_that_quietly_installed_another_protocol_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     if preflight.facts(gpus=False).rdma_ports:
         pytest.skip("this machine has an RDMA device")
-    monkeypatch.setattr(preflight, "require", lambda strategy: None)
+    monkeypatch.setattr(preflight, "require", lambda strategy: preflight.facts(gpus=False))
+    monkeypatch.setattr(rdma, "chosen", lambda *_: ())
     with pytest.raises(ConfigError, match="'rdma' was asked for, the engine installed 'tcp' instead"):
         start_engine("rdma", "127.0.0.1", "")
 

@@ -9,9 +9,10 @@ import pytest
 
 from weight_sync.errors import ConfigError
 from weight_sync.transport import preflight
-from weight_sync.transport.preflight import Facts, MooncakeBuild, RdmaPort, facts, reachable, report, require
+from weight_sync.transport.preflight import Facts, MooncakeBuild, facts, reachable, report, require
+from weight_sync.transport.rdma import Gid, RdmaPort
 
-GOOD_PORT = RdmaPort("mlx5_0", 1, "4: ACTIVE", "Ethernet", 2)
+GOOD_PORT = RdmaPort("mlx5_0", 1, "4: ACTIVE", "Ethernet", (Gid(0, "fe80::1"), Gid(3, "::ffff:10.0.0.1", "RoCE v2", "eth0")))
 BOX = Facts(
     rdma_ports=(GOOD_PORT,),
     verbs_devices=("uverbs0",),
@@ -46,8 +47,8 @@ def test_rdma_devices_are_read_from_sysfs_with_their_state_and_gids(tmp_path: Pa
     (tmp_path / "proc/sys/kernel/yama/ptrace_scope").write_text("1\n")
     found = facts(tmp_path, gpus=False)
     assert found.rdma_ports == (
-        RdmaPort("mlx5_0", 1, "4: ACTIVE", "InfiniBand", 1),
-        RdmaPort("mlx5_1", 1, "1: DOWN", "InfiniBand", 0),
+        RdmaPort("mlx5_0", 1, "4: ACTIVE", "InfiniBand", (Gid(0, "fe80:0000:0000:0000:0202:c9ff:fe00:0001"),)),
+        RdmaPort("mlx5_1", 1, "1: DOWN", "InfiniBand", ()),
     )
     assert found.verbs_devices == ("uverbs0",)
     assert (found.ptrace_scope, found.gpus) == (1, None)
@@ -91,8 +92,8 @@ def test_everything_works_on_a_box_with_everything() -> None:
     ("strategy", "change", "reason"),
     [
         ("p2p_rdma", {"rdma_ports": ()}, "no RDMA device"),
-        ("p2p_rdma", {"rdma_ports": (dataclasses.replace(GOOD_PORT, state="1: DOWN"),)}, "mlx5_0 port 1 is 1: DOWN"),
-        ("p2p_rdma", {"rdma_ports": (dataclasses.replace(GOOD_PORT, gids=0),)}, "0 GIDs"),
+        ("p2p_rdma", {"rdma_ports": (dataclasses.replace(GOOD_PORT, state="1: DOWN"),)}, "mlx5_0 port 1 1: DOWN"),
+        ("p2p_rdma", {"rdma_ports": (dataclasses.replace(GOOD_PORT, gids=()),)}, "GIDs none"),
         ("p2p_rdma", {"verbs_devices": ()}, "no uverbs device"),
         ("p2p_rdma", {"environment": {"MC_FORCE_TCP": "0"}}, "MC_FORCE_TCP"),
         ("p2p_rdma", {"memlock": 65536}, "only 65536 bytes may be pinned"),

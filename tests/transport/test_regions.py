@@ -51,6 +51,13 @@ def test_published_ranges_that_overlap_count_as_one(pairs: list[tuple[int, int]]
     assert {byte for r in table.regions for byte in range(r.address, r.address + r.nbytes)} == covered
 
 
+def test_a_region_published_in_parts_is_one_and_others_that_touch_are_not() -> None:
+    # 250 bytes in parts of 100, and two regions that touch each other.
+    listed = [(1000, 100), (1100, 100), (1200, 50), (2000, 30), (2030, 30)]
+    assert RegionTable.published(listed, in_parts=True).regions == [Region(1000, 250), Region(2000, 30), Region(2030, 30)]
+    assert len(RegionTable.published(listed)) == 5
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 20))
 def test_cutting_keeps_every_byte_in_order_and_no_piece_is_longer(sizes: list[int], piece: int) -> None:
     nbytes = np.array(sizes, np.int64)

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -126,27 +127,42 @@ class ProcessPeer:
         self._process.communicate()
 
 
-def main(name: str, options: dict[str, Any], nbytes: int, spans: list[tuple[int, int]]) -> None:
+def serve(
+    name: str,
+    options: dict[str, Any],
+    nbytes: int,
+    spans: list[tuple[int, int]],
+    requests: Iterable[list[Any]],
+    answer: Callable[[Any], None],
+    more: Callable[[LocalPeer, list[Any]], Any] | None = None,
+) -> None:
+    """Open, say where we are, then one answer for each request; more: answers those that are not known here."""
     transport = registry.create(name, **options)
     peer = LocalPeer(transport, nbytes, spans)
-    print(json.dumps({"endpoint": peer.endpoint.to_json(), "base": peer.base}), flush=True)
-    for line in sys.stdin:
-        match json.loads(line):
+    answer({"endpoint": peer.endpoint.to_json(), "base": peer.base})
+    for request in requests:
+        match request:
             case ["digest"]:
-                answer: Any = peer.digest()
+                reply: Any = peer.digest()
             case ["count", value]:
-                answer = peer.count(value)
+                reply = peer.count(value)
             case ["fill", value]:
-                answer = peer.fill(value)
+                reply = peer.fill(value)
             case ["close"]:
-                answer = peer.close()
+                reply = peer.close()
             case ["protect", offset, size]:
-                answer = ctypes.CDLL(None).mprotect(ctypes.c_void_p(peer.base + offset), ctypes.c_size_t(size), 1)
+                reply = ctypes.CDLL(None).mprotect(ctypes.c_void_p(peer.base + offset), ctypes.c_size_t(size), 1)
             case ["probe", endpoint]:
-                answer = transport.probe(Endpoint.from_json(endpoint), Deadline.after(20.0))
+                reply = transport.probe(Endpoint.from_json(endpoint), Deadline.after(20.0))
+            case other if more is not None:
+                reply = more(peer, other)
             case other:
                 raise SystemExit(f"unknown command {other}")
-        print(json.dumps(answer), flush=True)
+        answer(reply)
+
+
+def main(name: str, options: dict[str, Any], nbytes: int, spans: list[tuple[int, int]]) -> None:
+    serve(name, options, nbytes, spans, map(json.loads, sys.stdin), lambda reply: print(json.dumps(reply), flush=True))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,16 @@ class VllmRank:
         with _as_rank(self.config, self.groups):
             yield
 
+    def postprocess(self) -> None:
+        """What vLLM's model loader does once load_weights has returned; nothing for an unquantised model on plain kernels.
+
+        To be called inside scope(). Kernels that a CPU lacks are stand-ins (weight_sync_integrations.vllm.cpu_fp8).
+        """
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        if self.config.quant_config is not None:
+            process_weights_after_loading(self.model, self.config.model_config, torch.device("cpu"))
+
 
 def build_rank(checkpoint: Path, tp: int, pp: int, ep: bool, rank: int) -> VllmRank:
     """Rank `rank` (tp fastest) of an engine of tp x pp workers. ep: experts are owned by the tp ranks."""
