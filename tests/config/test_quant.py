@@ -123,3 +123,11 @@ def test_a_fused_parameter_of_which_one_half_is_excluded_is_refused() -> None:
     )
     with pytest.raises(FamilyError, match=r"one parameter holds .*gate_proj.*does not quantise .*up_proj"):
         layout_of(declared_sides(job, HF_CONFIG)[1], "rollout")
+
+
+def test_a_weight_smaller_than_a_block_can_be_cut_no_more() -> None:
+    """Its one scale would belong to two ranks; engines refuse to build that. By rows, one scale is everybody's."""
+    job = job_with("weight_sync.quant.scheme=fp8_block", "rollout.tp=2")
+    with pytest.raises(ParallelError, match=r"attn_tp=2.*edges of values' groups of 128.*legal sizes of the axis: 1$"):
+        layout_of(declared_sides(job, HF_CONFIG)[1], "rollout")
+    layout_of(declared_sides(job_with("weight_sync.quant.scheme=fp8_channel", "rollout.tp=2"), HF_CONFIG)[1], "rollout")

@@ -31,6 +31,7 @@ class Made:
     in each dim. group: those over which the largest magnitude is taken. dtype: the tensor's own. layers: where it is made,
     None: without {l}; in other layers a pattern that is its own base holds the weight as it is. shares: template of the weight
     with which it shares a scale of the whole tensor, where a scheme has such scales and engines fuse the two.
+    spans: dims of which a group is the whole by its scheme, so that every shard of the weight holds its scale.
     """
 
     base: str
@@ -40,6 +41,7 @@ class Made:
     dtype: str
     layers: tuple[int, ...] | None
     shares: str = ""
+    spans: tuple[bool, ...] = (False, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,7 @@ def _pattern(data: Mapping[str, Any]) -> Pattern:
             made["dtype"],
             _layers(made["layers"]),
             made["shares"],
+            tuple(made["spans"]),
         ),
     )
 

@@ -69,7 +69,9 @@ def quantised(catalog: Catalog, emission: Emission, chosen: Callable[[str], bool
         kept = p
         for part in emission.parts:
             block = tuple(b or n for b, n in zip(part.block, shape, strict=True))
-            made = Made(p.template, part.name, block, group, part.dtype, layers, _shared(catalog, p, emission.fused))
+            spans = tuple(g == 0 for g in emission.group)
+            shares = _shared(catalog, p, emission.fused)
+            made = Made(p.template, part.name, block, group, part.dtype, layers, shares, spans)
             if part.suffix:
                 size = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
                 added.append(Pattern(p.template + part.suffix, size, part.dtype, made.layers, p.experts, made))
@@ -180,13 +182,13 @@ class Emitter:
 
 
 def _divided(piece: Piece, shape: tuple[int, ...], made: Made, where: str) -> Box:
-    """A box of the weight in blocks. A block that is a whole dim is held by every shard of it."""
+    """A box of the weight in blocks. Where groups span a dim by their scheme, every shard of it holds their scales."""
     offset: list[int] = []
     size: list[int] = []
     for d, (low, length, whole) in enumerate(zip(piece.box.offset, piece.box.shape, shape, strict=True)):
         high = low + length
         for name, block in (("block", made.block[d]), ("group", made.group[d])):
-            if block >= whole:
+            if made.spans[d] and block >= whole:
                 continue
             if low % block or (high % block and high != whole):
                 raise ParallelError(
