@@ -1,0 +1,241 @@
+"""verl's own parts on a CPU, for tests/verl and benchmarks/verl_side_by_side.py: nothing of verl is replaced.
+
+What runs: main_ppo's config composed by Hydra with +weight_sync=NAME; ActorRolloutRefWorker ranks on Ray with verl's FSDP2
+engine around a tiny model; LLMServerManager's standalone vLLM replicas with their CheckpointEngineWorkers; and
+CheckpointEngineManager.
+What is not verl's: the platform "cpu" (weight_sync_integrations.verl.cpu), and Ray counts GPUs that do not exist.
+
+    os.environ.update(environment())             # before verl is imported
+    with started(folder, ["+weight_sync=p2p_tcp"]) as rig:
+        rig.manager.update_weights(1)
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DUMPS = "WEIGHT_SYNC_TEST_DUMPS"
+
+
+def environment() -> dict[str, str]:
+    """For the driver before verl is imported; Ray hands it to every worker."""
+    from weight_sync_integrations.vllm.launch import _CPU_ENVIRONMENT
+
+    return {
+        "VERL_USE_EXTERNAL_MODULES": "weight_sync_integrations.verl.cpu",
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # the engine classes registered for GPUs are those; verl's own override
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the test reads live weights by a function that it sends to workers
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        **_CPU_ENVIRONMENT,
+    }
+
+
+def make_model(folder: Path, *, dtype: str = "bfloat16", kind: str = "qwen3", **sizes: Any) -> Path:
+    """A tiny random checkpoint with a tokenizer of one word for each number, which verl wants to see."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from weight_sync_integrations.checkpoints import make_checkpoint
+
+    path = make_checkpoint(folder, kind, dtype=dtype, **sizes)
+    words = {f"t{i}": i for i in range(sizes.get("vocab_size", 256))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="t1", eos_token="t2", pad_token="t0", unk_token="t3")
+    fast.save_pretrained(path)
+    return path
+
+
+def compose_config(overrides: Sequence[str], name: str = "ppo_trainer", folder: str = "trainer") -> Any:
+    """The config of one of verl's entry points (main_ppo's) with these overrides, as its Hydra would compose it."""
+    import verl
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(Path(verl.__file__).parent / folder / "config"), version_base=None):
+        return compose(name, overrides=list(overrides))
+
+
+def cpu_overrides(
+    model: Path,
+    *,
+    ranks: int = 2,
+    tp: int = 1,
+    replicas: int = 1,
+    dtype: str = "float32",
+    bucket: int = 8,
+    actor: str = "fsdp2",
+) -> list[str]:
+    """For a tiny model: `ranks` actor ranks, `replicas` vLLM servers of tp workers.
+
+    bucket: MiB, of verl's own backends. actor: its strategy.
+    """
+    rollout = "actor_rollout_ref.rollout"
+    return [
+        f"actor_rollout_ref.model.path={model}",
+        "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        f"actor_rollout_ref.actor.strategy={actor}",
+        "actor_rollout_ref.actor.use_torch_compile=False",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=1",
+        f"{rollout}.name=vllm",
+        f"{rollout}.dtype={dtype}",
+        f"{rollout}.tensor_model_parallel_size={tp}",
+        f"{rollout}.nnodes=1",
+        f"{rollout}.n_gpus_per_node={tp * replicas}",
+        f"{rollout}.enforce_eager=True",
+        f"{rollout}.max_model_len=128",
+        f"{rollout}.max_num_batched_tokens=128",
+        f"{rollout}.max_num_seqs=4",
+        f"{rollout}.prompt_length=64",
+        f"{rollout}.response_length=64",
+        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={16 << 20}",
+        f"+{rollout}.engine_kwargs.vllm.block_size=32",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes={bucket}",
+        f"+{rollout}.engine_kwargs.vllm.mm_processor_cache_gb=0",
+        "trainer.nnodes=1",
+        f"trainer.n_gpus_per_node={ranks}",
+        "trainer.device=cpu",
+        "trainer.v1.trainer_mode=separate_async",
+    ]
+
+
+@dataclass
+class Rig:
+    """config: all of it, composed. actors: RayWorkerGroup. servers: LLMServerManager. manager: CheckpointEngineManager."""
+
+    config: Any
+    actors: Any
+    servers: Any
+    manager: Any
+    dumps: Path
+
+    @property
+    def bucket(self) -> int:
+        """Bytes, of verl's own backends."""
+        return self.manager.config.update_weights_bucket_megabytes << 20
+
+    def change(self, seed: int) -> None:
+        """Other weights on every actor rank, as an optimiser step would leave them."""
+        import ray
+
+        ray.get([worker.__ray_call__.remote(_change, seed) for worker in self.actors.workers])
+
+    def expected(self) -> dict[str, Any]:
+        """The actors' weights as whole tensors by HF name: verl's own full-tensor export, not ours."""
+        import ray
+
+        return ray.get([worker.__ray_call__.remote(_full) for worker in self.actors.workers])[0]
+
+    def live(self, replica: int = 0) -> list[dict[str, Any]]:
+        """Every live parameter of every worker of a replica, read by a function run inside the workers, not by our code."""
+        import ray
+        from safetensors.torch import load_file
+
+        for old in self.dumps.glob("*.safetensors"):
+            old.unlink()
+        server = self.servers.server_handles[replica]
+        ray.get(server.collective_rpc.remote(_dump, args=(str(self.dumps),)))
+        return [load_file(file) for file in sorted(self.dumps.glob("*.safetensors"))]
+
+    def generate(self, prompt: Sequence[int], count: int, replica: int = 0, timeout: float = 60.0) -> Any:
+        """TokenOutput of verl's own generate(), greedy."""
+        import ray
+
+        server = self.servers.server_handles[replica]
+        sampling = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True}
+        request = f"request-{os.urandom(4).hex()}"
+        return ray.get(server.generate.remote(list(prompt), sampling, request), timeout=timeout)
+
+
+def role_of(worker: Any) -> Any:
+    """verl's worker in a Ray actor: the actor's own object, or the one role that is fused into it."""
+    return next(iter(getattr(worker, "worker_dict", {}).values()), worker)
+
+
+def _join_group(worker: Any) -> None:
+    """verl would ask torch for "cpu:gloo,cpu:gloo" here; it takes a group that is there already."""
+    import torch
+
+    torch.distributed.init_process_group("cpu:gloo", init_method="env://", rank=worker.rank, world_size=worker.world_size)
+
+
+def _change(worker: Any, seed: int) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed * 1000 + torch.distributed.get_rank())
+    with torch.no_grad():
+        for parameter in role_of(worker).actor.engine.module.parameters():  # DTensors, or FSDP1's flat ones
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local.copy_(torch.randn(local.shape, generator=generator) * 0.05)
+
+
+def _full(worker: Any) -> dict[str, Any]:
+    generator, _ = role_of(worker).actor.engine.get_per_tensor_param()
+    return {name: tensor.detach().clone() for name, tensor in generator}
+
+
+def _dump(worker: Any, folder: str) -> None:
+    from pathlib import Path
+
+    from safetensors.torch import save_file
+
+    named = worker.model_runner.get_model().named_parameters()
+    save_file({n: p.data.clone().contiguous() for n, p in named}, str(Path(folder) / f"rank-{worker.rank}.safetensors"))
+
+
+@contextmanager
+def started(overrides: Sequence[str], *, gpus: int = 8) -> Iterator[Rig]:
+    """Ray, actors and servers, all ended with the block. Call after os.environ.update(environment())."""
+    import ray
+
+    folder = tempfile.TemporaryDirectory(prefix="verl-")
+    variables = {**environment(), "PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # this module, in workers
+    ray.init(
+        num_cpus=64, num_gpus=gpus, include_dashboard=False, object_store_memory=256 << 20, configure_logging=False,
+        runtime_env={"env_vars": variables}, log_to_driver=bool(os.environ.get("RIG_LOG")), logging_level="error",
+    )  # fmt: skip
+    try:
+        dumps = Path(folder.name)
+        yield _start(compose_config(overrides), dumps)
+    finally:
+        ray.shutdown()
+        folder.cleanup()
+
+
+def _start(config: Any, dumps: Path) -> Rig:
+    import ray
+    from verl.checkpoint_engine import CheckpointEngineManager
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    pool = RayResourcePool([config.trainer.n_gpus_per_node], use_gpu=True, max_colocate_count=1, name_prefix="actor")
+    init = RayClassWithInitArgs(cls=ray.remote(ActorRolloutRefWorker), config=config.actor_rollout_ref, role="actor")
+    fused = create_colocated_worker_cls(class_dict={"actor": init})  # as verl's trainers make them: roles in one process
+    group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=fused, device_name="cpu")
+    joined = [worker.__ray_call__.remote(_join_group) for worker in group.workers]
+    actors = group.spawn(prefix_set=["actor"])["actor"]
+    with ThreadPoolExecutor(1) as beside:  # both are slow, mostly by importing
+        launched = beside.submit(LLMServerManager.create, config=config)
+        ray.get(joined)
+        actors.init_model()
+        servers = launched.result()
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
+    manager = CheckpointEngineManager(config=engine, actor_wg=actors, replicas=servers.get_replicas())
+    return Rig(config, actors, servers, manager, dumps)

@@ -1,0 +1,209 @@
+"""verl's own CheckpointEngineManager, CheckpointEngineWorker and ActorRolloutRefWorker on Ray with our backend: two FSDP2 actor
+ranks with float32 masters (verl's default), a real vLLM server in bfloat16. The tests share one job and run in file order; each
+is one or two calls of manager.update_weights.
+
+Expected weights are verl's own export of whole tensors, joined as vLLM joins them; live ones are read by a function that runs
+in vLLM's worker. Neither uses code of ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import torch
+
+from benchmarks.verl_rig import Rig, cpu_overrides, make_model, role_of, started
+
+# Seven processes import torch, verl or vLLM; the first test waits for that.
+pytestmark = pytest.mark.timeout(900)
+# verl installs a package `tests` of its own, under which workers would look for the functions that are sent to them.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+PROMPT = list(range(3, 60))  # longer than a block of KV
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    model = make_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+    with started([*cpu_overrides(model, dtype="bfloat16"), "+weight_sync=p2p_tcp"]) as running:
+        yield running
+
+
+def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """q, k, v in one tensor, gate and up in another, as vLLM keeps them on one rank."""
+    result = dict(tensors)
+    for name in tensors:
+        for first, parts, whole in (
+            ("q_proj", ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+            ("gate_proj", ("gate_proj", "up_proj"), "gate_up_proj"),
+        ):
+            if f".{first}." in name:
+                result[name.replace(first, whole)] = torch.cat([result.pop(name.replace(first, part)) for part in parts])
+    return result
+
+
+def differing(rig: Rig) -> list[str]:
+    (live,), expected = rig.live(), joined(rig.expected())
+    assert live.keys() == expected.keys()
+    assert {tensor.dtype for tensor in expected.values()} == {torch.float32}
+    return [name for name in expected if not torch.equal(live[name], expected[name].to(torch.bfloat16))]
+
+
+def server(rig: Rig, path: str) -> dict[str, Any]:
+    return httpx.get(f"http://{rig.servers.server_addresses[0]}{path}", timeout=30, trust_env=False).json()
+
+
+def on_actor(rig: Rig, rank: int, call: Any, *arguments: Any) -> Any:
+    return ray.get(rig.actors.workers[rank].__ray_call__.remote(call, *arguments), timeout=120)
+
+
+def epochs(worker: Any) -> tuple[Any, Any]:
+    from weight_sync_integrations.verl import controller
+
+    made = controller._controller
+    return made._connection.epochs, made._trainer_epochs
+
+
+def test_every_actor_rank_writes_its_shards_into_live_weights_and_verl_gets_its_metrics(rig: Rig) -> None:
+    rig.change(1)
+    metrics = rig.manager.update_weights(1)
+    assert differing(rig) == []
+    assert metrics["weight_sync/version"] == 1
+    assert metrics["weight_sync/committed"] == metrics["weight_sync/verified"] == 1
+    assert metrics["weight_sync/gathered_bytes"] == metrics["weight_sync/stepped_down"] == 0
+    assert metrics["checkpoint_engine/payload_mbytes"] * 2**20 == metrics["weight_sync/bytes"] > 0
+    # Reduced over both ranks although verl merges their dicts by overwriting.
+    assert metrics["weight_sync/rank_seconds_skew"] >= 1.0
+    assert metrics["weight_sync/rank_seconds_slowest"] in (0, 1)
+    assert metrics["weight_sync/rank_seconds_max"] > metrics["weight_sync/rank_seconds_mean"] > 0
+    first, second = rig.generate(PROMPT, 4), rig.generate(PROMPT, 4)
+    assert first.extra_fields["global_steps"] == 1
+    assert (first.extra_fields["num_cached_tokens"], second.extra_fields["num_cached_tokens"]) == (0, 32)
+
+
+def break_next_write(worker: Any) -> None:
+    """The bytes arrive, then the transport says that they did not; Mooncake does that."""
+    from weight_sync.errors import TransportError
+    from weight_sync_integrations.verl.actor import side
+
+    transport = side().agent._transport
+    assert transport is not None
+    wait = transport.wait
+
+    def fail(ticket: Any, deadline: Any) -> None:
+        wait(ticket, deadline)
+        raise TransportError("cable pulled", endpoint="e", tensor="t", byte_range=(0, 1), code="injected")
+
+    transport.wait = fail  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def waiting() -> list[Any]:
+    """A request that came while the servers stood; filled by the next test."""
+    return []
+
+
+def test_a_sync_that_fails_reaches_the_driver_and_nothing_is_resumed(rig: Rig, waiting: list[Any]) -> None:
+    on_actor(rig, 1, break_next_write)
+    rig.change(2)
+    with pytest.raises(ray.exceptions.RayTaskError, match="cable pulled") as failed:
+        rig.manager.update_weights(2)
+    assert type(failed.value.cause).__name__ == "TransportError"
+    assert server(rig, "/is_paused") == {"is_paused": True}
+    assert server(rig, "/weight_info") == {"weight_version": "1"}
+    sampling = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+    waiting.append(rig.servers.server_handles[0].generate.remote(PROMPT, sampling, "waits"))
+    assert ray.wait(waiting, timeout=2)[0] == []
+    # Also for whoever catches the error and resumes the replicas.
+    with pytest.raises(ray.exceptions.RayTaskError, match="hold weights of a sync that failed"):
+        rig.manager.resume_generation_replicas()
+    assert server(rig, "/is_paused") == {"is_paused": True}
+    assert ray.wait(waiting, timeout=1)[0] == []
+
+
+def test_the_next_sync_works_and_serves_what_has_waited_with_the_new_weights_only(rig: Rig, waiting: list[Any]) -> None:
+    rig.change(3)
+    metrics = rig.manager.update_weights(3)
+    assert metrics["weight_sync/version"] == 3
+    assert differing(rig) == []
+    answer = ray.get(waiting[0], timeout=60)
+    assert answer.extra_fields["global_steps"] == 3
+    assert answer.extra_fields["num_cached_tokens"] == 0  # the KV of version 1 is gone
+    assert server(rig, "/weight_info") == {"weight_version": "3"}
+    assert answer.token_ids == rig.generate(PROMPT, 4).token_ids
+
+
+def move_engine(worker: Any) -> None:
+    """What sleep and wake-up do to weights: the same parameters at other addresses."""
+    for parameter in worker.model_runner.get_model().parameters():
+        parameter.data = parameter.data.clone()
+
+
+def move_actor(worker: Any) -> None:
+    for parameter in role_of(worker).actor.engine.module.parameters():
+        parameter._local_tensor = parameter._local_tensor.clone()
+
+
+def test_addresses_that_have_gone_stale_on_either_side_are_published_anew_by_epoch(rig: Rig) -> None:
+    before = on_actor(rig, 0, epochs)
+    rig.manager.update_weights(4)
+    assert on_actor(rig, 0, epochs) == before, "nothing has moved: the binding is kept"
+    ray.get(rig.servers.server_handles[0].collective_rpc.remote(move_engine), timeout=60)
+    on_actor(rig, 1, move_actor)
+    rig.change(5)
+    rig.manager.update_weights(5)
+    assert differing(rig) == []
+    engine, actor = on_actor(rig, 0, epochs)
+    assert engine != before[0]
+    assert (actor[0] == before[1][0], actor[1] == before[1][1]) == (True, False)
+
+
+def test_a_step_that_comes_again_is_sent_again_as_a_version_of_its_own(rig: Rig) -> None:
+    rig.change(6)
+    assert rig.manager.update_weights(5)["weight_sync/version"] == 6
+    assert differing(rig) == []
+    assert rig.generate(PROMPT, 1).extra_fields["global_steps"] == 5
+
+
+def declare_wrongly(worker: Any, fallback: str | None) -> None:
+    """As if the job had been started with a family that does not fit, and this backend to step down to."""
+    from weight_sync_integrations.verl import actor, backend, controller
+
+    engine = backend.worker_engine(worker)
+    sync = dataclasses.replace(engine.settings.sync, family="qwen2")
+    engine.settings = dataclasses.replace(engine.settings, sync=sync, fallback=fallback, fallback_kwargs={"device": "cpu"})
+    actor._side = controller._controller = None
+
+
+def start_again(rig: Rig, fallback: str | None) -> None:
+    workers = [*rig.actors.workers, *(worker for replica in rig.manager.replicas for worker in replica.workers)]
+    ray.get([worker.__ray_call__.remote(declare_wrongly, fallback) for worker in workers], timeout=60)
+
+
+def test_a_layout_that_does_not_allow_it_is_an_error_before_a_byte_is_written(rig: Rig) -> None:
+    start_again(rig, None)
+    (before,) = rig.live()
+    rig.change(7)
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"FamilyError|BindError"):
+        rig.manager.update_weights(7)
+    (after,) = rig.live()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_with_a_backend_named_the_job_steps_down_to_it_and_says_why(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """verl's own Mooncake engine on the CPU: whole tensors from rank 0, then verl's bucketed load."""
+    start_again(rig, "mooncake")
+    rig.change(8)
+    with caplog.at_level(logging.WARNING, logger="weight_sync"):
+        metrics = rig.manager.update_weights(8)
+    assert metrics == {"weight_sync/stepped_down": 1}
+    assert "stepping down from shard to shard to verl's backend mooncake: " in caplog.text
+    assert "q_norm" in caplog.text or "qwen2" in caplog.text
+    assert differing(rig) == []
+    assert rig.generate(PROMPT, 1).extra_fields["global_steps"] == 8
