@@ -1,5 +1,5 @@
 # Ten targets at most. Each installs what it needs; environments live in .venv and .venvs/ and are built once.
-.PHONY: setup demo test check bench docs clean
+.PHONY: setup demo test test-rdma check check-all bench docs clean
 SHELL := /bin/bash
 PY := .venv/bin/python
 STRATEGY ?= p2p_tcp
@@ -24,6 +24,13 @@ check: setup      ## ruff, pyright, import contracts, then the tests
 	@.venv/bin/pyright
 	@.venv/bin/lint-imports
 	@tests/run.sh
+
+# Not part of `make test` and CI: the guest is emulated in software, so on two busy cores it takes longer than all other tests.
+test-rdma: setup  ## Mooncake over real RDMA verbs, in a QEMU guest with soft RoCE (docs/rdma.md); ARGS='-k killed' for some
+	@.venv/bin/python -m pytest -q -p no:cacheprovider tests/rdma/test_guest.py
+	@$(PY) tests/rdma/run.py -v $(ARGS)
+
+check-all: check test-rdma  ## everything that can be checked on a machine without a GPU
 
 bench: setup      ## the CPU benchmark: shard to shard against gather + broadcast and one big write
 	@envs/build.sh trainer
