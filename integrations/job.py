@@ -38,6 +38,7 @@ from weight_sync_integrations.ray.trainer import (
     make_checkpoint,
     reference_tokens,
 )
+from weight_sync_integrations.served import check_served, published_config, quantise
 
 _LONG = 600.0
 """Seconds for one step of the job around a sync (building a model, a training step, an export)."""
@@ -46,6 +47,7 @@ _LONG = 600.0
 def run(job: JobConf) -> int:
     """Run the job. Returns the committed version. Raises the first error; everything started is stopped either way."""
     check_job(job)
+    check_served(job)
     if job.model.path is None and job.model.config is not None:
         raise ConfigError(
             f"model.config={job.model.config} is enough to plan; to run, give model.path=DIR, the checkpoint's folder"
@@ -69,9 +71,13 @@ def run(job: JobConf) -> int:
         path = job.model.path or _tiny_model(job, folder)
         config = config or read_config(path)
         spec = resolve_early(job, config)
+        quantization = published_config(job, config)
+        served = job.rollout.checkpoint or path
+        if quantization is not None and not job.rollout.checkpoint:
+            served = _quantised(job, path, folder / "quantised", quantization)
         token = secrets.token_urlsafe(32)
         trainers = stack.enter_context(started_trainers(job, path))
-        engines = stack.enter_context(started_engines(job, path, token, folder))
+        engines = stack.enter_context(started_engines(job, served, token, folder))
         sync = WeightSync(
             trainers,
             engines,
@@ -82,7 +88,7 @@ def run(job: JobConf) -> int:
             failure=failure_policy(job.weight_sync),
             level=Level(job.weight_sync.verify.level.value),
         )
-        _rounds(job, trainers, engines, sync, observer, folder)
+        _rounds(job, trainers, engines, sync, observer, folder, quantization)
         observer.print_table()
     return sync.version
 
@@ -109,7 +115,15 @@ def _absolute(python: str) -> Path:
     return path if path.is_absolute() else Path.cwd() / path
 
 
-def _rounds(job: JobConf, trainers: RayTrainers, engines: list[Any], sync: WeightSync, observer: Any, folder: Path) -> None:
+def _rounds(
+    job: JobConf,
+    trainers: RayTrainers,
+    engines: list[Any],
+    sync: WeightSync,
+    observer: Any,
+    folder: Path,
+    quantization: Mapping[str, Any] | None,
+) -> None:
     before = _generate(job, engines)
     for version in range(1, job.rounds + 1):
         began = time.monotonic()
@@ -121,7 +135,7 @@ def _rounds(job: JobConf, trainers: RayTrainers, engines: list[Any], sync: Weigh
         sync.sync(version)
         after = _generate(job, engines)
         if job.check_tokens:
-            observer.tokens_match(_same_tokens(job, trainers, engines, before, after, version, folder))
+            observer.tokens_match(_same_tokens(job, trainers, engines, before, after, version, folder, quantization))
         observer.step_seconds(time.monotonic() - began)
         before = after
 
@@ -132,17 +146,26 @@ def _generate(job: JobConf, engines: list[Any]) -> list[list[list[int]]]:
 
 
 def _same_tokens(
-    job: JobConf, trainers: RayTrainers, engines: list[Any], before: Any, after: Any, version: int, folder: Path
+    job: JobConf,
+    trainers: RayTrainers,
+    engines: list[Any],
+    before: Any,
+    after: Any,
+    version: int,
+    folder: Path,
+    quantization: Mapping[str, Any] | None,
 ) -> bool:
     """Greedy tokens after the sync against those after a disk load of the trainer's own export; and not those before.
 
-    Raises VerifyError, which ends the job: an engine that generates from other weights must not go on.
+    quantization: the export is quantised so before it is loaded. Raises VerifyError, which ends the job: an engine that
+    generates from other weights must not go on.
     """
     export = Path(tempfile.mkdtemp(prefix=f"export-{version}-", dir=folder))
     try:
         trainers.run("export_hf", str(export), deadline=Deadline.after(_LONG))
+        disk = str(export) if quantization is None else _quantised(job, str(export), export / "quantised", quantization)
         for engine in engines:
-            engine.load_from_disk(str(export), Deadline.after(_LONG))
+            engine.load_from_disk(disk, Deadline.after(_LONG))
         reloaded = _generate(job, engines)
         if after != reloaded:
             raise VerifyError(f"version {version}: tokens after the sync {after} are not those after a disk load {reloaded}")
@@ -150,7 +173,7 @@ def _same_tokens(
             raise VerifyError(
                 f"version {version}: tokens did not change by the sync: {after}; was the old version still served?"
             )
-        if job.rollout.dtype == "float32":
+        if job.rollout.dtype == "float32" and quantization is None:
             reference = _transformers_tokens(job, export)
             if any(tokens != reference for tokens in after):
                 raise VerifyError(f"version {version}: engine tokens {after} are not those of transformers {reference}")
@@ -236,6 +259,13 @@ def _tiny_model(job: JobConf, folder: Path) -> str:
     sizes = {**job.model.sizes, "dtype": job.model.dtype}
     reference = task.remote(str(folder / "model"), job.model.kind, job.model.seed, sizes)
     return gather({0: reference}, Deadline.after(_LONG), "make a checkpoint")[0]
+
+
+def _quantised(job: JobConf, source: str, folder: Path, quantization: Mapping[str, Any]) -> str:
+    import ray
+
+    task = ray.remote(quantise).options(**_options(job.trainer.python, PlacementConf(), job.trainer.environment))
+    return gather({0: task.remote(source, str(folder), dict(quantization))}, Deadline.after(_LONG), "quantise a checkpoint")[0]
 
 
 @contextmanager
