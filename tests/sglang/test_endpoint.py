@@ -60,6 +60,17 @@ def owner() -> Iterator[Owner]:
     owner.close()
 
 
+def test_head_and_body_of_an_answer_leave_in_one_packet(owner: Owner) -> None:
+    body = b'{"method": "echo", "payload": {"a": 1}, "seconds": 10}'
+    head = f"POST /call HTTP/1.1\r\nAuthorization: Bearer secret\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection((owner.endpoint.host, owner.endpoint.port), timeout=60) as connection:
+        for _ in range(5):  # apart, the body would wait until the head is acknowledged
+            connection.sendall(head + body)
+            answer = connection.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert answer.endswith(b'{"value": {"a": 1}}')
+
+
 def workers(owner: Owner, token: str = "secret") -> Workers:
     return Workers("e", [WorkerAddress(0, "127.0.0.1", owner.endpoint.port)], token)
 

@@ -16,6 +16,7 @@ PROGRAM = """
 import ml_dtypes, numpy as np, torch, triton.runtime.interpreter as interpreter
 from quant_support import empty_parts, quantised, shipped, weights, words
 from weight_sync.quant.kernel import Job
+from weight_sync.quant.torch_ops import TorchKernel
 from weight_sync.quant.triton_launch import TritonKernel
 
 FLOATS = {"bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp8e4nv": ml_dtypes.float8_e4m3fn}
@@ -74,13 +75,20 @@ for name in ("fp8_block", "fp8_block_ue8m0", "fp8_channel", "fp8_tensor", "mxfp8
     for region in regions:
         (r, c), (h, w) = scheme.part("scales").touched(region.origin, region.size, shape)
         region.amax, region.total = torch.from_numpy(amax[r:r+h, c:c+w].copy()), torch.tensor([amax.max()])
-    TritonKernel(scheme).prepare(regions, stats=False).run()
+    prepared = TritonKernel(scheme).prepare(regions, stats=False)
+    prepared.run()
+    assert prepared.outgrown() == 0, name
     for part in ("values", "scales"):
         rows, cols = scheme.part(part).grid(shape)
         all_of = want[part].reshape(rows, cols, -1)
         for region in regions:
             (r, c), (h, w) = scheme.part(part).touched(region.origin, region.size, shape)
             assert np.array_equal(region.outs[part].numpy().reshape(h, w, -1), all_of[r:r+h, c:c+w]), (name, part)
+    view[3, 50] = 0x7F00  # 2^127, larger than all that absmax was found of
+    for kernel in (TritonKernel(scheme), TorchKernel(scheme, "cpu")):
+        prepared = kernel.prepare(regions, stats=False)
+        prepared.run()
+        assert prepared.outgrown() == 1, (name, kernel)
 print("ok")
 """
 
