@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from session_support import ALWAYS_DIRECT, MOE, NEVER_SHORT_RUNS, World, build, declared
 
-from weight_sync.errors import ParallelError, PlanError, VerifyError, WeightsError
+from weight_sync.errors import ParallelError, PlanError, SessionError, VerifyError, WeightsError
 from weight_sync.plan.schedule import Budget
 from weight_sync.quant.emission import Quantisation
 from weight_sync.quant.published import Excludes
@@ -190,3 +191,67 @@ def test_a_sync_without_a_report_says_nothing_and_sends_the_same() -> None:
     world.sync._spec = replace(world.sync._spec, report=False)
     world.commit(1)
     assert all(agent._bound.quantiser.stats() is None for agent in world.source_agents)
+
+
+def changed(world: World, rank: int, by: float) -> None:
+    """The rank's weights are multiplied, as by a trainer that steps although it was told to stand."""
+    for array in world.source[rank].arrays.values():
+        values = np.asarray(array).view(ml_dtypes.bfloat16)
+        with np.errstate(all="ignore"):  # what is not quantised is noise
+            values[...] = (values.astype(np.float32) * by).astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(("level", "verb"), [(Level.FULL, "compare"), (Level.CHECK_WEIGHT_EQUAL, "scan")])
+def test_stricter_levels_find_weights_that_shrank_after_their_magnitudes_were_taken(level: Level, verb: str) -> None:
+    world = build(quantised(scheme("fp8_block", group=[16, 16])), level=level)
+    world.traps.do("trainer 1", "write", lambda: changed(world, 1, 0.25))
+    with pytest.raises(VerifyError, match=r"weights changed (during the sync: \d+ magnitudes|between two writes)"):
+        world.sync.sync(1)
+    assert verb in world.traps.verbs("trainer 1")
+    assert (world.sync.version, [e.serving for e in world.engines]) == (-1, [False])
+
+
+def test_a_write_after_a_new_binding_is_refused_until_weights_were_looked_at() -> None:
+    world = build(cut_blocks())
+    world.commit(1)
+    agent, bound = world.source_agents[0], []
+    bind = agent._bind
+    agent._bind = lambda payload: (bound.append(payload), bind(payload))[1]  # type: ignore[method-assign]
+    world.sync.connect()
+    world.traps.do("trainer 0", "write", lambda: bind(bound[-1]))
+    with pytest.raises(SessionError, match=r"trainer rank 0: write for session .* weights were last looked at for none"):
+        world.sync.sync(2)
+    assert (world.sync.version, [e.serving for e in world.engines]) == (1, [False])
+    world.commit(2)
+
+
+@pytest.mark.parametrize("budget", [Budget(), Budget(64, 64)])
+def test_reading_back_makes_scales_of_cut_groups_anew_whatever_the_pieces_were(budget: Budget) -> None:
+    world = build(quantised(scheme("fp8_block", group=[2, 24]), rollout={"tp": 1}), level=Level.FULL, budget=budget)
+    assert len(world.sync.connect().schedule.straddles)
+    world.commit(1)
+    world.step()
+    world.commit(2)
+
+
+def test_rows_of_short_and_long_weights_get_the_scales_of_every_step() -> None:
+    """Magnitudes of short rows are found again in each piece, those of long rows, which pieces cut, are kept."""
+    sizes = SIZES | {"moe_intermediate_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1, "num_experts": 2}
+    source, target = declared(sizes, {"ranks": 1, "tp": 1}, {"tp": 1})
+    quant = Quantisation(scheme("fp8_channel"), Excludes("fp8")).to_json()
+    world = build((replace(source, quant=quant), replace(target, quant=quant)), budget=Budget(1024, 1024))
+    for version in (1, 2):
+        world.commit(version)
+        world.step()
+
+
+@pytest.mark.parametrize("level", [Level.DIGEST, Level.OFF])
+@pytest.mark.parametrize("report", [True, False])
+def test_weights_that_grew_after_their_magnitudes_were_taken_are_found_at_every_level(level: Level, report: bool) -> None:
+    world = build(quantised(scheme("fp8_block", group=[16, 16])), level=level, budget=Budget(2048, 2048))
+    world.sync._spec = replace(world.sync._spec, report=report)
+    world.commit(1) if level is Level.DIGEST else world.sync.sync(1)
+    world.traps.do("trainer 1", "write", lambda: changed(world, 1, 4))
+    with pytest.raises(VerifyError, match=r"trainer rank 1: weights changed .*: in \d+ groups an element is larger"):
+        world.sync.sync(2)
+    assert (world.sync.version, [e.serving for e in world.engines]) == (1, [False])

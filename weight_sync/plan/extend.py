@@ -16,8 +16,9 @@ import numpy as np
 from weight_sync.errors import PlanError
 from weight_sync.layout.table import Bools, Ints, Layout
 from weight_sync.plan.boxes import Boxes, distinct_boxes, holders
+from weight_sync.plan.complete import know_magnitudes
 from weight_sync.plan.plan import COLUMNS, Plan
-from weight_sync.plan.planner import choose_together, join
+from weight_sync.plan.planner import Cells, choose_together, join
 from weight_sync.plan.proof import prove_exact_once
 
 _DESTINATION = ("tensor", "offset", "shape", "target", "target_start", "target_strides")
@@ -88,6 +89,7 @@ def drop_engine(plan: Plan, place: int, width: int) -> Plan:
     for now, before in enumerate(e for e in range(engines) if e != place):
         if engine_part(shrunk, now, width).digest != engine_part(plan, before, width).digest:
             raise PlanError(f"dropping engine {place} changed the transfers of engine {before}")
+    know_magnitudes(shrunk)  # scales may come from a rank that sent values of their groups to the engine that left alone
     return shrunk
 
 
@@ -129,7 +131,10 @@ def _sources(plan: Plan, first: Plan, source: Layout, hosts: Sequence[str], avoi
     load = np.bincount(plan.source_rank, weights=plan.nbytes, minlength=source.world).astype(np.int64).tolist()
     names = list(plan.source_hosts), list(hosts)
     pair = _pairs(first, base, box, low, high, leads)
-    return choose_together(source, first.target_rank, box, pair, leads, held, first.nbytes, *names, avoid=avoid, load=load)
+    cells = Cells(low, high, first.offset, first.offset + first.shape, block)
+    return choose_together(
+        source, first.target_rank, box, pair, leads, cells, held, first.nbytes, *names, avoid=avoid, load=load
+    )
 
 
 def _pairs(first: Plan, base: Ints, box: Ints, low: Ints, high: Ints, leads: Bools) -> Ints:

@@ -99,12 +99,13 @@ def split(
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut a box into (offset, shape) boxes of at most `limit` elements, along the outermost dims.
 
-    step: cuts lie on multiples of it, counted from -phase; a box of one step may be larger than the limit.
+    step: cuts lie on multiples of it, counted from -phase; a box of one step may be larger than the limit, and so may whole
+    rows of such boxes: boxes come in row-major order and each is one run of it, as what is written and digested must be.
     """
     total = prod(shape)
     unit, shift = step or (1,) * len(shape), phase or (0,) * len(shape)
     d = next((i for i, size in enumerate(shape) if size > unit[i] - shift[i]), None)
-    if total <= limit or d is None:
+    if total <= limit or d is None or prod(shape[:d]) > 1:
         return [((0,) * len(shape), shape)]
     row = total // shape[d]
     each = max(unit[d], limit // row // unit[d] * unit[d])

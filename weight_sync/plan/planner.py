@@ -7,7 +7,7 @@ numpy, and the result is spread over all destination shards again. Equal inputs 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 
 import numpy as np
@@ -50,6 +50,7 @@ def make_plan(
     block = source.catalog.block[target.tensor[shard]]
     offset = -(-low[pair] // block)
     shape = -(-(low[pair] + size[pair]) // block) - offset
+    _packed_whole(source, target, shard, pair_src[pair], held, low[pair], low[pair] + size[pair], block)
     if len(empty := np.flatnonzero((shape < 1).any(axis=1))):
         keep = np.setdiff1d(np.arange(len(shard)), empty)
         shard, pair, block, offset, shape = shard[keep], pair[keep], block[keep], offset[keep], shape[keep]
@@ -57,7 +58,8 @@ def make_plan(
     hosts = _hosts(source_hosts, source.world, "trainer"), _hosts(target_hosts, target.world, "rollout")
     nbytes = shape.prod(axis=1) * _itemsizes(target)[target.param[shard]]
     leads = source.catalog.leads[target.tensor[shard]]
-    row = choose_together(source, target.rank[shard], pair_src[pair], pair, leads, held, nbytes, *hosts, avoid=avoid)
+    cells = Cells(low[pair], low[pair] + size[pair], offset, offset + shape, block)
+    row = choose_together(source, target.rank[shard], pair_src[pair], pair, leads, cells, held, nbytes, *hosts, avoid=avoid)
 
     order = np.lexsort((target.start[shard], target.param[shard], source.rank[row]))
     shard, row, block, offset, shape = shard[order], row[order], block[order], offset[order], shape[order]
@@ -81,6 +83,25 @@ def make_plan(
     )
 
 
+def _packed_whole(
+    source: Layout, target: Layout, shard: Ints, box: Ints, held: Holders, low: Ints, high: Ints, block: Ints
+) -> None:
+    """Raise PlanError where the trainer's cut runs through values that are packed in one element, which one rank makes."""
+    catalog, tensor = source.catalog, target.tensor[shard]
+    end = catalog.shapes[catalog.base[tensor]]
+    cut = ((low % block != 0) | ((high % block != 0) & (high != end))).any(axis=1) & catalog.leads[tensor]
+    said = dict.fromkeys(
+        f"{catalog.name(int(tensor[i]))}: rank {int(source.rank[held.rows[held.first[box[i]]]])} holds {low[i].tolist()} to "
+        f"{high[i].tolist()} of {catalog.name(int(catalog.base[tensor[i]]))}, of which {block[i].tolist()} are one element"
+        for i in np.flatnonzero(cut).tolist()
+    )
+    if said:
+        raise PlanError(
+            f"the trainer's cut runs through values that are packed into one element: {listed(said)}; cut the trainer at "
+            "multiples of that"
+        )
+
+
 def weights_of(target: Layout) -> Layout:
     """The rollout's shards as boxes of the weights that their tensors are made of (layout/emitted.py)."""
     catalog = target.catalog
@@ -93,12 +114,32 @@ def weights_of(target: Layout) -> Layout:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Of transfers: low, high: the box of the weight that one is of. first, last: its own elements, last exclusive; block: what
+    one of them stands for. All [transfers, dims]."""
+
+    low: Ints
+    high: Ints
+    first: Ints
+    last: Ints
+    block: Ints
+
+    def speak_of(self, scales: Ints, values: Ints) -> Bools:
+        """Whether a transfer of values (one for each of scales) has a share in every block that the scales are of."""
+        block = self.block[scales]
+        begins: Bools = self.low[values] // block <= self.first[scales]
+        ends: Bools = -(-self.high[values] // block) >= self.last[scales]
+        return np.logical_and.reduce(begins & ends, axis=1)
+
+
 def choose_together(
     source: Layout,
     target_rank: Ints,
     box: Ints,
     pair: Ints,
     leads: Bools,
+    cells: Cells,
     held: Holders,
     nbytes: Ints,
     *hosts: list[str],
@@ -119,10 +160,25 @@ def choose_together(
     at = np.minimum(np.searchsorted(key[order], key[rest]), len(order) - 1)
     found = key[order[at]] == key[rest]
     row[rest[found]] = row[order[at[found]]]
-    # A scale over a whole dim of which this destination gets no values from here: from whoever sends them to another one.
+    # A scale over a whole dim of which this destination gets no values from here: from whoever sends them to another one. Only
+    # who sends values of a block knows its magnitude. Where nobody sends some of all blocks, the proof refuses the plan.
     alone = rest[~found]
-    order = first[np.argsort(box[first], kind="stable")]
-    row[alone] = row[order[np.searchsorted(box[order], box[alone])]]
+    order = first[np.lexsort((target_rank[first], box[first]))]
+    low, high = (np.searchsorted(box[order], box[alone], side) for side in ("left", "right"))
+    row[alone] = row[order[np.minimum(low, len(order) - 1)]]
+    # Of the ranks below first: the first elements go to an engine's first workers, and another engine may leave.
+    world = int(target_rank.max(initial=0)) + 1
+    begin = np.searchsorted(box[order] * world + target_rank[order], box[alone] * world + target_rank[alone], "right")
+    left = np.arange(len(alone))
+    for at, step in ((begin - 1, -1), (begin, 1)):
+        at = at.copy()
+        while len(left := left[(low[left] <= at[left]) & (at[left] < high[left])]):
+            values = order[at[left]]
+            fits = cells.speak_of(alone[left], values)
+            row[alone[left[fits]]] = row[values[fits]]
+            low[left[fits]] = high[left[fits]]  # found
+            at[left] += step
+        left = np.flatnonzero(low < high)
     return row
 
 

@@ -17,6 +17,7 @@ from weight_sync.errors import PlanError, listed
 from weight_sync.ids import Side
 from weight_sync.layout.table import Ints, Layout, Param
 from weight_sync.layout.values import CASTS, legal_casts
+from weight_sync.plan.complete import know_magnitudes, one_cut, scales_of_all_values
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.tiling import disjoint, fills, inside
 
@@ -221,6 +222,9 @@ def _whole_sets(plan: Plan) -> None:
         rank, weight = divmod(int(keys[i]), len(catalog))
         said = ", ".join(f"{part} for {int(n)}" for part, n in zip(parts, total[i], strict=True))
         raise PlanError(f"not exact-once: rollout rank {rank} would get an incomplete {catalog.name(weight)}: {said} elements")
+    scales_of_all_values(plan)
+    know_magnitudes(plan)
+    one_cut(plan)
 
 
 def _as_laid_out(plan: Plan, side: Side, layout: Layout) -> None:
@@ -242,7 +246,10 @@ def _as_laid_out(plan: Plan, side: Side, layout: Layout) -> None:
     if trainer:  # which holds weights, not what they become
         scale = plan.catalog.block[tensor]
         tensor, offset = plan.catalog.base[tensor], offset * scale
-        shape = (shape - 1) * scale + 1  # to the first element of the last block
+        # Of values every element is read, of all else the first one of the last block: its magnitude may be of other ranks too.
+        values = (plan.made & plan.catalog.leads[plan.tensor])[:, None]
+        whole = np.minimum(offset + shape * scale, plan.catalog.shapes[tensor]) - offset
+        shape = np.where(values, whole, (shape - 1) * scale + 1)
     key = layout.param * size + layout.tensor
     order = np.argsort(key, kind="stable")
     wanted = param * size + tensor

@@ -56,6 +56,62 @@ def fills(tensor: tuple[int, ...], offset: Ints, shape: Ints) -> bool:
     return bool(cells.all())
 
 
+def distinct(rows: Ints) -> tuple[Ints, Ints]:
+    """(different rows, in any order, and for each row given which of them it is): by a hash, which is then checked."""
+    keys = np.zeros(len(rows), np.uint64)
+    for column in rows.T.astype(np.uint64):
+        keys = (keys ^ column) * np.uint64(0x9E3779B97F4A7C15)
+        keys ^= keys >> np.uint64(29)
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    if not np.array_equal(rows[first][which], rows):
+        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return rows[first], which.ravel()
+
+
+Keyed = tuple[Ints, Ints, Ints]
+"""(key [n], low [n, dims], high [n, dims]): boxes, of which those with one key belong together."""
+
+
+def covered(boxes: Keyed, by: Keyed) -> NDArray[np.bool_]:
+    """[n]: which boxes are covered by the union of those in `by` with the same key."""
+    d = boxes[1].shape[1]
+    mine, place = distinct(np.column_stack(boxes))
+    theirs, _ = distinct(np.column_stack(by))
+    order = np.argsort(theirs[:, 0])
+    if (np.diff(theirs[order, 0]) == 0).any():
+        order = np.lexsort(theirs.T[::-1])
+    theirs = theirs[order]
+    result = np.zeros(len(mine), np.bool_)
+    if len(theirs):
+        keys, first = np.unique(theirs[:, 0], return_index=True)
+        of = np.minimum(np.searchsorted(keys, mine[:, 0]), len(keys) - 1)
+        known = keys[of] == mine[:, 0]
+        low, high = theirs[:, 1 : 1 + d], theirs[:, 1 + d :]
+        least, most = np.minimum.reduceat(low, first), np.maximum.reduceat(high, first)
+        inside_all = known & ((least[of] <= mine[:, 1 : 1 + d]) & (mine[:, 1 + d :] <= most[of])).all(axis=1)
+        result = inside_all & _chains(low, high, first, least, most)[of]
+        for i in np.flatnonzero(inside_all & ~result).tolist():
+            rows = slice(int(first[of[i]]), int(first[of[i] + 1]) if of[i] + 1 < len(first) else len(theirs))
+            a, b = mine[i, 1 : 1 + d], mine[i, 1 + d :]
+            begin, end = np.maximum(low[rows], a), np.minimum(high[rows], b)
+            hit = (end > begin).all(axis=1)
+            result[i] = fills(tuple((b - a).tolist()), begin[hit] - a, (end - begin)[hit])
+    return result[place]
+
+
+def _chains(low: Ints, high: Ints, first: Ints, least: Ints, most: Ints) -> NDArray[np.bool_]:
+    """For each key whether its boxes, sorted, are one beside the other along one dim: their union is then one box, without
+    looking further. first: of each key. least, most: the box around each."""
+    count = np.diff(np.append(first, len(low)))
+    of = np.repeat(np.arange(len(first)), count)
+    full = np.logical_and.reduceat((low == least[of]) & (high == most[of]), first, axis=0)
+    along = np.argmin(full, axis=1)  # the dim in which boxes differ, if one alone does
+    at, d = np.arange(len(low)), along[of]
+    joined = low[at, d][1:] <= high[at, d][:-1]
+    joined[first[1:] - 1] = True  # of another key
+    return (full.sum(axis=1) >= full.shape[1] - 1) & np.logical_and.reduceat(np.append(True, joined), first)
+
+
 def _param_boxes(param: tuple[int, ...], start: Ints, strides: Ints, shape: Ints) -> tuple[Ints, Ints] | None:
     """The regions as boxes [n, dims of the parameter] (first, one past last), or None if one is not a box of it."""
     if not param or any(size == 0 for size in param):

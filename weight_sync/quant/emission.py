@@ -40,10 +40,12 @@ class Quantisation:
         Both sides of a plan ask for the same one, so it is kept.
         """
         key = catalog.digest, json.dumps(self.to_json()), tuple(p.dtype for p in catalog.patterns)
-        if key not in _MADE:
+        made = _MADE.get(key)
+        if made is None:
+            made = quantised(catalog, emission_of(self.scheme), self._quantises)
             _MADE.clear()
-            _MADE[key] = quantised(catalog, emission_of(self.scheme), self._quantises)
-        return _MADE[key]
+            _MADE[key] = made
+        return made
 
     def _quantises(self, name: str) -> bool:
         return not self.excludes.excluded(name.removesuffix(SUFFIX))

@@ -221,12 +221,16 @@ class HostPrepared:
         self._table = encode_table(scheme.kind, *scheme.bounds, scheme.negative_zero)
         self._decode = decode_table(scheme.kind)
         self._stats = Stats()
+        self._outgrown = 0
 
     def stats(self) -> Stats:
         return self._stats
 
+    def outgrown(self) -> int:
+        return self._outgrown
+
     def run(self) -> None:
-        total = Stats()
+        total, self._outgrown = Stats(), 0
         for job in self.jobs:
             total = total.merged(self._job(job))
         self._stats = total
@@ -265,6 +269,9 @@ class HostPrepared:
         own = _amax_of(scheme, job, w, starts, bits)
         nonfinite = int((bits >= _INFINITE).sum()) if int(own.max()) >= _INFINITE else 0
         amax = own.view(np.float32) if known is None else known
+        if known is not None and "values" in job.outs:
+            limit = known.view(np.uint32)
+            self._outgrown += int(((own > limit) & (limit < _INFINITE)).sum())
         found[...] = amax
         scales, used, _ = scales_of(scheme, amax, total)
         wide = (lambda x: x) if scales.shape[1] == 1 else lambda x: np.repeat(x, np.diff([*starts, shape[1]]), axis=1)

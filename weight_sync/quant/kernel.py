@@ -102,6 +102,14 @@ class Prepared(Protocol):
         """Of the last run; waits for it. All zero before the first."""
         ...
 
+    def outgrown(self) -> int:
+        """Groups with an element larger than the absmax that was given for them, in jobs that make values; of the last run.
+
+        Then weights changed after their absmax was found, and these values were cut off. Counted whether stats are wanted or
+        not. Not counted where the absmax given is no number.
+        """
+        ...
+
 
 class Kernel(Protocol):
     scheme: Scheme

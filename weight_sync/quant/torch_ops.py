@@ -180,8 +180,13 @@ class TorchPrepared:
         self._words = [_words(job.view) for job in jobs]
         # (error, saturated, zero blocks, nonfinite) of each job that ran, left on the device until somebody asks
         self._found: list[tuple[Any, Any, Any, Any]] = []
+        self._outgrown: list[Any] = []
+
+    def outgrown(self) -> int:
+        return sum(int(n) for n in self._outgrown)
 
     def run(self) -> None:
+        self._outgrown = []
         self._found = [self._job(job, words, outs) for job, words, outs in zip(self.jobs, self._words, self._outs, strict=True)]
 
     def stats(self) -> Stats:
@@ -208,7 +213,11 @@ class TorchPrepared:
             w = _load(scheme, words[low:high], job.source_dtype).contiguous()
             magnitude = w.view(torch.int32) & _MAGNITUDE
             counts[1] += (magnitude >= _INFINITE).sum()
-            band = _amax_of(scheme, job, magnitude).view(torch.float32) if amax is None else amax[g:end]
+            own = _amax_of(scheme, job, magnitude)
+            band = own.view(torch.float32) if amax is None else amax[g:end]
+            if amax is not None and "values" in outs:
+                limit = band.contiguous().view(torch.int32)
+                self._outgrown.append(((own > limit) & (limit < _INFINITE)).sum())
             used_amax[g:end] = band
             scales, used, _ = scales_of(scheme, band, total)
             wide = _spread(scheme, job, used)

@@ -23,8 +23,9 @@ begins in W, the group's size, columns of groups; amax and total: known; found, 
 Kernels load them by number."""
 
 SLOTS = 256
-"""Programs add to that many rows of statistics, so that few wait for each other: error bits, saturated, zero blocks,
-nonfinite."""
+"""Programs add to that many rows of COUNTS statistics, so that few wait for each other: error bits, saturated, zero blocks,
+nonfinite, outgrown (which is counted always)."""
+COUNTS = 5
 
 
 @triton.jit
@@ -175,7 +176,7 @@ def _store_rest(row, whole, SHAPE: tl.constexpr):
 
 @triton.jit
 def _count(stats, program, error, saturated, zeros, nonfinite, SLOTS: tl.constexpr):
-    at = stats + (program % SLOTS) * 4
+    at = stats + (program % SLOTS) * 5
     error = tl.where(error < float("inf"), error, 0.0)  # NaN is not less either
     tl.atomic_max(at, error.to(tl.int32, bitcast=True).to(tl.int64))
     if saturated != 0:
@@ -303,6 +304,9 @@ def tile_kernel(
         amax = own.to(tl.float32, bitcast=True)
         if known != 0:
             amax = tl.load(known.to(tl.pointer_type(tl.float32)) + group)
+            limit = amax.to(tl.int32, bitcast=True)
+            if (own > limit) & (limit < 0x7F800000) & (tl.load(row + 10) != 0):
+                tl.atomic_add(stats + (program % SLOTS) * 5 + 4, 1)
         total = amax
         if SCALE == "two_level":
             total = tl.load(tl.load(row + 13).to(tl.pointer_type(tl.float32)))
@@ -396,6 +400,10 @@ def rows_kernel(
         amax = own.to(tl.float32, bitcast=True)
         if known != 0:
             amax = tl.load(known.to(tl.pointer_type(tl.float32)) + group, mask=there, other=0.0)
+            limit = amax.to(tl.int32, bitcast=True)
+            grown = tl.sum(tl.sum((there & (own > limit) & (limit < 0x7F800000)).to(tl.int32), 1), 0)
+            if (grown != 0) & (tl.load(row + 10) != 0):
+                tl.atomic_add(stats + (program % SLOTS) * 5 + 4, grown.to(tl.int64))
         total = tl.max(tl.max(amax, 1), 0)
         if SCALE == "two_level":
             total = tl.load(tl.load(row + 13).to(tl.pointer_type(tl.float32)))

@@ -7,6 +7,7 @@ do. Where a group is larger than a tile, or a total is wanted that nobody gave, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,10 +207,17 @@ class _Launch:
     def compile(self, stats: Any) -> None:
         """Compile now, which takes seconds, and not while engines are paused."""
         if hasattr(self._kernel, "warmup"):  # Triton's interpreter compiles nothing
-            self._kernel.warmup(self._table, *self._tiles, stats, grid=(1,), **self._constants)
+            with self._there():
+                self._kernel.warmup(self._table, *self._tiles, stats, grid=(1,), **self._constants)
 
     def __call__(self, stats: Any) -> None:
-        self._kernel[(len(self._tiles[0]),)](self._table, *self._tiles, stats, **self._constants)
+        with self._there():
+            self._kernel[(len(self._tiles[0]),)](self._table, *self._tiles, stats, **self._constants)
+
+    def _there(self) -> Any:
+        """Triton launches on the thread's current device, whose stream orders nothing on the one that the tensors are on."""
+        device = self._table.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _launches(scheme: Scheme, jobs: Sequence[Job], table: Any, look: bool, report: bool = False) -> list[_Launch]:
@@ -237,10 +245,11 @@ class TritonPrepared:
         self._elements = sum(job.size[0] * job.size[1] for job in jobs)
         self._looks: list[_Launch] = []
         self._launches: list[_Launch] = []
+        self._here: NDArray[np.int64] | None = None
         if not jobs:
             return
         device = jobs[0].view.device
-        self._stats = torch.zeros((triton_kernels.SLOTS, 4), dtype=torch.int64, device=device)
+        self._stats = torch.zeros((triton_kernels.SLOTS, triton_kernels.COUNTS), dtype=torch.int64, device=device)
         table = _table(scheme, jobs)
         look = self._looked(scheme, table, device)
         if look:
@@ -279,6 +288,7 @@ class TritonPrepared:
         if not self._launches:
             return
         self._stats.zero_()
+        self._here = None
         if self._looks:
             self._found.zero_()
         for launch in (*self._looks, *self._launches):
@@ -288,6 +298,16 @@ class TritonPrepared:
     def stats(self) -> Stats:
         if not self._launches or not self._ran:
             return Stats()
-        rows = self._stats.cpu().numpy()
+        rows = self._counted()
         error = float(rows[:, 0].max().astype(np.int32).view(np.float32))
-        return Stats(error, *(int(n) for n in rows[:, 1:].sum(0)), elements=self._elements)
+        return Stats(error, *(int(n) for n in rows[:, 1:4].sum(0)), elements=self._elements)
+
+    def outgrown(self) -> int:
+        return int(self._counted()[:, 4].sum()) if self._launches and self._ran else 0
+
+    def _counted(self) -> NDArray[np.int64]:
+        """The statistics of the last run, brought to the host once."""
+        here = self._here
+        if here is None:
+            here = self._here = np.asarray(self._stats.cpu().numpy(), np.int64)
+        return here

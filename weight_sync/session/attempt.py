@@ -105,7 +105,7 @@ class Attempt:
                 self.session,
                 sent,
                 self.deadline,
-                again=self._write,
+                again=self._again,
             )
             if self.verified.verified:
                 watch.mark_verified()
@@ -177,6 +177,12 @@ class Attempt:
                 self._each(lambda i, e, r=round_: self._place(i, e, r))
         self.made = made
         return digests
+
+    def _again(self) -> dict[int, list[str]]:
+        """A second write of the same sync, after a second look at the weights: scales must come out the same."""
+        if self.magnitudes is not None:
+            self._scan()
+        return self._write()
 
     def _place(self, place: int, engine: RolloutEngine, round_: int) -> None:
         if round_ < self.connection.rounds[place]:

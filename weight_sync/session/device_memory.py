@@ -51,6 +51,10 @@ class DeviceMemory(Memory):
     def staging(self, nbytes: int) -> DeviceStaging:
         return DeviceStaging(nbytes, self._device)
 
+    def beside(self, array: Any, into: Any | None = None) -> Any:
+        here = self._torch.from_numpy(array)
+        return here.to(self._device) if into is None else into.copy_(here)
+
     @property
     def _torch(self) -> Any:
         import torch  # pyright: ignore[reportMissingImports] - tensors on a GPU are torch's

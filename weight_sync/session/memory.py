@@ -190,6 +190,10 @@ class Memory:
     def staging(self, nbytes: int) -> Any:
         return Staging(nbytes)
 
+    def beside(self, array: NDArray[Any], into: Any | None = None) -> Any:
+        """An array where this memory is: itself here, a copy on a GPU. into: a copy that it had before, to be filled again."""
+        return array
+
     def _array(self, name: str) -> NDArray[Any]:
         array = self._flat.get(name)
         if array is None:

@@ -11,7 +11,7 @@ which then holds whole groups, except where a group lies on several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_sync.errors import BindError, WeightsError, listed
+from weight_sync.errors import BindError, VerifyError, WeightsError, listed
 from weight_sync.layout.table import Ints
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.straddle import KEPT_FROM, cells_of_rank, regions_of
@@ -66,6 +66,9 @@ class Both:
     def stats(self) -> Stats:
         return self.values.stats()
 
+    def outgrown(self) -> int:
+        return self.values.outgrown()
+
 
 class Quantiser:
     """A rank's part of a quantised plan, bound to its live weights. See the module docstring."""
@@ -91,9 +94,10 @@ class Quantiser:
         self._totals = {base: n for n, base in enumerate(sorted(set(self._sharer[self._regions.base].tolist())))}
         self._total_of = np.asarray([self._totals[int(self._sharer[base])] for base in self._regions.base.tolist()], np.int64)
         self._whole = np.zeros(len(self._totals), np.float32)
-        self._device_pool, self._device_whole = self._on_device(self._pool), self._on_device(self._whole)
-        self._nothing = self._on_device(np.zeros((1, 1), np.float32))
+        self._device_pool, self._device_whole = memory.beside(self._pool), memory.beside(self._whole)
+        self._nothing = memory.beside(np.zeros((1, 1), np.float32))
         self._made: list[Prepared] = []
+        self._said: list[float] = []  # what the last scan found of `cells`, before other ranks were heard
 
     @property
     def needs_whole(self) -> bool:
@@ -112,17 +116,48 @@ class Quantiser:
         finite: raise WeightsError, naming tensor and rank, for NaN and infinities; their groups would have no meaning.
         """
         scan, regions = self._scan, self._regions
-        scan.run()
+        self._look()
         if finite and (bad := np.flatnonzero(scan.nonfinite).tolist()):
             said = (f"{self._jobs[i].label} [{_span(regions, i)}]: {int(scan.nonfinite[i])}" for i in bad)
             raise WeightsError(
                 f"trainer rank {self._rank}: {len(bad)} weights to be quantised hold NaN or infinities: {listed(said)}. "
                 "Nothing was sent. To send them all the same: weight_sync.quant.check_finite=false"
             )
+        self._said = [self._magnitude(cell) for cell in self.cells.tolist()]
+        return self._said
+
+    def _look(self) -> None:
+        """The magnitudes of this rank's own elements, as they are now."""
+        self._scan.run()
         if self.needs_whole:
             self._whole[:] = 0
-            np.maximum.at(self._whole, self._total_of, scan.most)
-        return [self._magnitude(cell) for cell in self.cells.tolist()]
+            np.maximum.at(self._whole, self._total_of, self._scan.most)
+
+    def unchanged(self) -> None:
+        """Look at every weight again. Raises VerifyError where magnitudes are no longer those that scales were made of.
+
+        Those that are kept alone: all others were found in the very words that were quantised.
+        """
+        used, whole = self._pool.copy(), self._whole.copy()
+        self._look()
+        own = np.asarray([self._magnitude(cell) for cell in self.cells.tolist()], np.float32)
+        changed = _bits(self._pool) != _bits(used)
+        for base, i, j in self.cells.tolist():  # of all ranks in `used`: what this one saw itself is compared instead
+            for table, place in self._holding(base, i, j):
+                table.of(changed)[place] = False
+        self._pool[:], self._whole[:] = used, whole  # for whoever still reads what was sent
+        names = [
+            self._plan.catalog.name(base)
+            for (_, base), tables in self._tables.items()
+            if any(table.of(changed).any() for table in tables.values())
+        ]
+        cells = _bits(own) != _bits(np.asarray(self._said, np.float32))
+        names += [self._plan.catalog.name(base) for base in self.cells[cells, 0].tolist()]
+        if names:
+            raise VerifyError(
+                f"trainer rank {self._rank}: weights changed during the sync: {int(changed.sum() + cells.sum())} magnitudes "
+                f"that scales were made of are others now: {listed(dict.fromkeys(names))}"
+            )
 
     def settle(self, magnitudes: Sequence[float]) -> None:
         """Take the magnitudes of `cells` over all ranks; without any cells, there are none to take."""
@@ -135,11 +170,11 @@ class Quantiser:
             for table, place in self._holding(base, i, j):
                 table.of(self._pool)[place] = value
         for (source, base, first, last), (here, _) in self._extra.items():
-            self._gather(self._tables[source, base].values(), first, last, here)
+            here[...] = self._gathered(source, base, first, last)
         pools = [(self._device_pool, self._pool), (self._device_whole, self._whole)]
         for there, here in [*pools, *((there, here) for here, there in self._extra.values())]:
             if there is not here:
-                there.copy_(self._torch.from_numpy(here))
+                self._memory.beside(here, there)
 
     # -- while pieces are packed --------------------------------------------------------------------------------------
 
@@ -154,7 +189,15 @@ class Quantiser:
 
     def fill(self, row: int, at: Sequence[int], shape: Sequence[int], out: Any) -> None:
         """What a part of a made transfer must arrive as, into `out`; uncounted."""
-        self.kernel.prepare([self._job(row, at, shape, out)], stats=False).run()
+        self.kernel.prepare([self._job(row, at, shape, out, once=True)], stats=False).run()
+
+    def check_outgrown(self) -> None:
+        """Once everything is made: raise VerifyError where weights had grown beyond the magnitudes their scales are made of."""
+        if count := sum(made.outgrown() for made in self._made):
+            raise VerifyError(
+                f"trainer rank {self._rank}: weights changed during the sync: in {count} groups an element is larger than the "
+                "largest magnitude that was found before the write, so values were cut off"
+            )
 
     def stats(self) -> Stats | None:
         """Of everything that was made in this sync; None where no report is wanted."""
@@ -167,7 +210,8 @@ class Quantiser:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _job(self, row: int, at: Sequence[int], shape: Sequence[int], out: Any) -> Job:
+    def _job(self, row: int, at: Sequence[int], shape: Sequence[int], out: Any, *, once: bool = False) -> Job:
+        """once: it is run now and never again, so magnitudes may be those of now."""
         plan, catalog = self._plan, self._plan.catalog
         tensor = int(plan.tensor[row])
         base = int(catalog.base[tensor])
@@ -183,7 +227,7 @@ class Quantiser:
         start = int(plan.source_start[row]) + sum(a * int(s) for a, s in zip(at, plan.source_strides[row], strict=False))
         name, dtype = plan.source_params[source].name, plan.source_params[source].dtype
         cells = (low[0] // group[0], low[1] // group[1]), (-(-high[0] // group[0]), -(-high[1] // group[1]))
-        amax = self._known(source, base, *cells) if made.part != "global" else self._nothing
+        amax = self._known(source, base, *cells, once) if made.part != "global" else self._nothing
         if made.part == "global":
             high = low[0] + 1, low[1] + min(group[1], whole[1])  # made of the whole weight's magnitude alone
         if amax is not None and made.part != "values":
@@ -192,6 +236,11 @@ class Quantiser:
         else:
             if amax is None:
                 amax = self._looked_up(name, dtype, start, strides, low, high, group, whole, cells)
+                if amax is not None and not once:
+                    raise BindError(
+                        f"trainer rank {self._rank}: a piece of {catalog.name(tensor)} ends inside a group of {list(group)}, "
+                        "whose magnitude would be that of now in every later sync; this is a fault of the schedule"
+                    )
             view = self._memory.view(name, start, strides, (high[0] - low[0], high[1] - low[1]))
         n = self._totals[int(self._sharer[base])]
         total = self._device_whole[n : n + 1] if self.needs_whole else None
@@ -208,9 +257,9 @@ class Quantiser:
         start -= sum((a - w[0]) * s for a, w, s in zip(low, wide, strides, strict=True))
         view = self._memory.view(name, start, strides, tuple(b - a for a, b in wide))
         (scan,) = self.kernel.scan([Job(view, dtype, (wide[0][0], wide[1][0]), whole, label=name)])
-        return self._on_device(scan.amax)
+        return self._memory.beside(scan.amax)
 
-    def _known(self, source: int, base: int, first: Pair, last: Pair) -> Any:
+    def _known(self, source: int, base: int, first: Pair, last: Pair, once: bool) -> Any:
         tables = self._tables.get((source, base))
         if tables is None:
             return None
@@ -218,20 +267,34 @@ class Quantiser:
             if table.whole_rows(first, last):
                 return table.of(self._device_pool)[_cut(first, last, table.first)]
         key = source, base, first, last
-        if key not in self._extra:
-            here = np.zeros((last[0] - first[0], last[1] - first[1]), np.float32)
-            self._extra[key] = here, self._on_device(here)
-        return self._extra[key][1]
+        if key in self._extra:
+            return self._extra[key][1]
+        here = self._gathered(source, base, first, last)
+        there = self._memory.beside(here)
+        if not once:
+            self._extra[key] = here, there
+        return there
 
-    def _gather(self, tables: Iterable[_Table], first: Pair, last: Pair, into: Floats) -> None:
-        """The magnitudes of these groups out of several tables; of a group in two of them, the larger."""
-        into[...] = 0
-        for table in tables:
+    def _gathered(self, source: int, base: int, first: Pair, last: Pair) -> Floats:
+        """The magnitudes of these groups out of several tables; of a group in two of them, the larger.
+
+        Raises BindError for a group in none, whose scale would be that of zeros.
+        """
+        into = np.zeros((last[0] - first[0], last[1] - first[1]), np.float32)
+        seen = np.zeros(into.shape, np.bool_)
+        for table in self._tables[source, base].values():
             low = max(first[0], table.first[0]), max(first[1], table.first[1])
             high = min(last[0], table.last[0]), min(last[1], table.last[1])
             if low[0] < high[0] and low[1] < high[1]:
                 part = into[_cut(low, high, first)]
                 np.maximum(part, table.of(self._pool)[_cut(low, high, table.first)], out=part)
+                seen[_cut(low, high, first)] = True
+        if not seen.all():
+            raise BindError(
+                f"trainer rank {self._rank}: is to send scales of {self._plan.catalog.name(base)}, groups {list(first)} to "
+                f"{list(last)}, of {int((~seen).sum())} of which it sends no values and so knows no magnitude"
+            )
+        return into
 
     def _scanned(self, i: int) -> Job:
         regions, plan = self._regions, self._plan
@@ -253,8 +316,11 @@ class Quantiser:
         members: dict[tuple[int, int], list[int]] = {}
         for i in range(len(regions)):
             members.setdefault((int(regions.source[i]), int(regions.base[i])), []).append(i)
-        small = prod(_pair(regions.group[0])) < KEPT_FROM if len(regions) else False
-        kept = {key for key, mine in members.items() if not small or any(regions.open(i).any() for i in mine)}
+        kept = {
+            key
+            for key, mine in members.items()
+            if any(prod(_pair(regions.group[i])) >= KEPT_FROM or regions.open(i).any() for i in mine)
+        }
         tables: dict[tuple[int, int], dict[int, _Table]] = {}
         at = 0
         for i in range(len(regions)):  # in the order of the scan, which fills them
@@ -269,7 +335,7 @@ class Quantiser:
         base, i, j = cell
         if i < 0:
             return float(self._whole[self._totals[base]])
-        return max(float(table.of(self._pool)[place]) for table, place in self._holding(base, i, j))
+        return float(np.max([table.of(self._pool)[place] for table, place in self._holding(base, i, j)]))  # NaN is the largest
 
     def _holding(self, base: int, i: int, j: int) -> list[tuple[_Table, Pair]]:
         """The tables with a group of a weight, and its place in each."""
@@ -278,17 +344,6 @@ class Quantiser:
             for t in self._by_base.get(base, ())
             if t.first[0] <= i < t.last[0] and t.first[1] <= j < t.last[1]
         ]
-
-    def _on_device(self, array: Floats) -> Any:
-        if self._memory.device == "cpu":
-            return array
-        return self._torch.from_numpy(array).to(self._memory.device)
-
-    @property
-    def _torch(self) -> Any:
-        import torch  # pyright: ignore[reportMissingImports] - weights on a GPU are torch's
-
-        return torch
 
 
 def _joined(jobs: Sequence[Job]) -> list[Job]:
@@ -321,6 +376,10 @@ def magnitudes(said: Mapping[int, Sequence[float]], of_rank: Sequence[Ints], cel
             raise BindError(f"trainer rank {rank} spoke of {len(said[rank])} groups; the plan has {len(mine)} there")
         np.maximum.at(most, mine, np.asarray(said[rank], np.float32))
     return {rank: most[mine].tolist() for rank, mine in enumerate(of_rank)}
+
+
+def _bits(values: Floats) -> NDArray[np.uint32]:
+    return values.view(np.uint32)  # NaN, where it is let through, equals itself so
 
 
 def _pair(values: Any) -> Pair:

@@ -65,6 +65,7 @@ class SourceAgent:
         self._storages: tuple[LiveStorage, ...] = ()
         self._probed: set[Endpoint] = set()
         self._session: str | None = None
+        self._scanned: str | None = None
         self._writing = False
         self._unfenced: str | None = None
         self._inputs: PlanInputs | None = None
@@ -113,7 +114,7 @@ class SourceAgent:
         if schedule is None or schedule.digest != payload["plan"]:
             raise BindError(f"trainer rank {self.rank}: asked to bind plan {payload['plan']}, has computed another")
         targets = {int(rank): TargetBinding.from_json(data) for rank, data in payload["targets"].items()}
-        self._bound = None
+        self._bound = self._scanned = None
         memory = memory_of(self._source.tensors(), f"trainer rank {self.rank}")
         self._check(memory, schedule)
         peers = {rank: Endpoint.from_json(binding.endpoint) for rank, binding in targets.items()}
@@ -205,7 +206,9 @@ class SourceAgent:
         if bound.quantiser is None:
             return {"session": payload["session"], "magnitudes": [], "spans": []}
         begin, wall = time.monotonic(), time.time()
+        self._scanned = None
         found = bound.quantiser.scan(bool(payload["finite"]))
+        self._scanned = self._session
         return {"session": payload["session"], "magnitudes": found, "spans": [self._span("quantise", begin, wall, 0)]}
 
     def _write(self, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,6 +226,11 @@ class SourceAgent:
         if round_ == 0 and bound.quantiser is not None:
             if payload.get("magnitudes") is None:
                 raise SessionError(f"trainer rank {self.rank}: weights are quantised, but write came without magnitudes")
+            if self._scanned != payload["session"]:  # this binding's: it knows magnitudes of an older step, or none
+                raise SessionError(
+                    f"trainer rank {self.rank}: write for session {payload['session']}, but weights were last looked at for "
+                    f"{self._scanned or 'none'}"
+                )
             bound.quantiser.settle(payload["magnitudes"])
         self._writing = True  # until every byte is reported written; after an error, until the transport is closed
         if round_ == 0:
@@ -242,6 +250,8 @@ class SourceAgent:
             moved += transport.wait(ticket, deadline).nbytes
             writes += len(ticket.batch.nbytes)
         self._writing = False
+        if last and bound.quantiser is not None:
+            bound.quantiser.check_outgrown()
         spans.append(self._span("write", begin, wall, moved))
         # Which request this answers goes with it: an old reply taken for a new one would prove old bytes.
         answers = {"session": payload["session"], "round": round_}
@@ -257,6 +267,8 @@ class SourceAgent:
             self._readback = bound.memory.staging(BUFFER_BYTES)
             storage = self._readback.storage
             transport.register([Region(storage.address, storage.nbytes)])
+        if bound.quantiser is not None:
+            bound.quantiser.unchanged()
         plan = bound.schedule.plan
         self._writing = True  # after a read that failed, as after a write, the fence comes first
         try:

@@ -192,9 +192,11 @@ class CudaIpcTransport:
             raise failed_peer(batch.endpoint, "this peer was never probed", "not probed")
         peer = self._peers[batch.endpoint]
         local, remote, blocks, word = self._tables(batch, peer)
+        caller = self._torch.cuda.current_stream(self._device)
         with self._torch.cuda.device(self._device), self._torch.cuda.stream(self._stream):
             # What the caller's stream still does to the local bytes comes first.
-            self._stream.wait_stream(self._torch.cuda.default_stream(self._device))
+            for stream in {self._torch.cuda.default_stream(self._device), caller}:
+                self._stream.wait_stream(stream)
             missed = self._torch.zeros(1, dtype=self._torch.int64, device=self._device)
             assert batch.endpoint.probe is not None
             fence = int(peer.here(np.asarray([batch.endpoint.probe[0] + _EPOCH_AT]))[0]), batch.endpoint.epoch, missed
