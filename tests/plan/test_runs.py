@@ -149,7 +149,7 @@ def test_the_senders_of_a_destination_advance_together_through_its_staging_round
     unpacked = [p for p in schedule.pieces if p.method in (Method.UNPACK, Method.BOTH)]
     for rank in {int(plan.target_rank[p.row]) for p in unpacked}:
         staged = [p.row for p in unpacked if plan.target_rank[p.row] == rank]
-        if any(plan.target_rank[p.row] == rank and p.method is Method.PACK for p in schedule.pieces):
+        if any(plan.target_rank[p.row] == rank and p.method == Method.PACK for p in schedule.pieces):
             continue  # these take their turn too, but in no round
         left = {int(s): int(plan.nbytes[[r for r in set(staged) if plan.source_rank[r] == s]].sum())
                 for s in plan.source_rank[staged]}  # fmt: skip

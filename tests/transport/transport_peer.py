@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,7 +119,12 @@ class ProcessPeer:
         self._process.wait()
 
     def stop(self) -> None:
+        """Returns when every thread stands still: until then one may go on serving."""
         os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while any(_state(task) != "T" for task in Path(f"/proc/{self.pid}/task").iterdir()):
+            assert time.monotonic() < deadline, f"process {self.pid} does not stop"
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -125,6 +132,11 @@ class ProcessPeer:
     def end(self) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+def _state(task: Path) -> str:
+    """Of a thread: the letter behind its name in brackets (proc(5))."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def serve(
