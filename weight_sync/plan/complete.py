@@ -106,6 +106,7 @@ def _cells(plan: Plan, rows: Ints) -> tuple[Ints, Ints]:
 def _kinds(plan: Plan, rows: Ints) -> tuple[Bools, dict[str, Bools]]:
     """(which of these transfers are of values, the same for every part)."""
     names = sorted({p.part for p in plan.target_params})
-    of = np.fromiter((names.index(p.part) for p in plan.target_params), np.int64, len(plan.target_params))[plan.target[rows]]
+    index = {name: i for i, name in enumerate(names)}
+    of = np.fromiter((index[p.part] for p in plan.target_params), np.int64, len(plan.target_params))[plan.target[rows]]
     kinds = {name: of == i for i, name in enumerate(names) if name}
     return kinds.get("values", np.zeros(len(rows), np.bool_)), kinds

@@ -58,14 +58,28 @@ def fills(tensor: tuple[int, ...], offset: Ints, shape: Ints) -> bool:
 
 def distinct(rows: Ints) -> tuple[Ints, Ints]:
     """(different rows, in any order, and for each row given which of them it is): by a hash, which is then checked."""
+    _, first, which = np.unique(_hashes(rows), return_index=True, return_inverse=True)
+    if not np.array_equal(rows[first][which], rows):
+        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return rows[first], which.ravel()
+
+
+def _hashes(rows: Ints) -> NDArray[np.uint64]:
     keys = np.zeros(len(rows), np.uint64)
     for column in rows.T.astype(np.uint64):
         keys = (keys ^ column) * np.uint64(0x9E3779B97F4A7C15)
         keys ^= keys >> np.uint64(29)
-    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
-    if not np.array_equal(rows[first][which], rows):
-        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    return rows[first], which.ravel()
+    return keys
+
+
+def _among(rows: Ints, others: Ints) -> NDArray[np.bool_]:
+    """Which rows certainly stand among `others`; one that does may be missed where two hashes are equal."""
+    if not len(others):
+        return np.zeros(len(rows), np.bool_)
+    keys = _hashes(others)
+    order = np.argsort(keys)
+    at = order[np.minimum(np.searchsorted(keys[order], _hashes(rows)), len(order) - 1)]
+    return (others[at] == rows).all(axis=1)
 
 
 Keyed = tuple[Ints, Ints, Ints]
@@ -75,8 +89,13 @@ Keyed = tuple[Ints, Ints, Ints]
 def covered(boxes: Keyed, by: Keyed) -> NDArray[np.bool_]:
     """[n]: which boxes are covered by the union of those in `by` with the same key."""
     d = boxes[1].shape[1]
-    mine, place = distinct(np.column_stack(boxes))
-    theirs, _ = distinct(np.column_stack(by))
+    whole, parts = np.column_stack(boxes), np.column_stack(by)
+    answer = _among(whole, parts)  # nearly all are: only what is cut otherwise has to be put together
+    rest = np.flatnonzero(~answer)
+    if not len(rest):
+        return answer
+    mine, place = distinct(whole[rest])
+    theirs, _ = distinct(parts)
     order = np.argsort(theirs[:, 0])
     if (np.diff(theirs[order, 0]) == 0).any():
         order = np.lexsort(theirs.T[::-1])
@@ -96,7 +115,8 @@ def covered(boxes: Keyed, by: Keyed) -> NDArray[np.bool_]:
             begin, end = np.maximum(low[rows], a), np.minimum(high[rows], b)
             hit = (end > begin).all(axis=1)
             result[i] = fills(tuple((b - a).tolist()), begin[hit] - a, (end - begin)[hit])
-    return result[place]
+    answer[rest] = result[place]
+    return answer
 
 
 def _chains(low: Ints, high: Ints, first: Ints, least: Ints, most: Ints) -> NDArray[np.bool_]:
