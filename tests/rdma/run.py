@@ -1,6 +1,6 @@
 """make test-rdma: the tests in tests/rdma/inside, run in the guest. Exit code: pytest's; 1, with the console, if it has none.
 
-    .venv/bin/python tests/rdma/run.py [pytest words]      tests/rdma/inside when no words are given
+    .venv/bin/python tests/rdma/run.py [pytest words]      tests/rdma/inside when no path is among them
     .venv/bin/python tests/rdma/run.py --command 'rdma link'
 
 Environment: RDMA_GUEST_SECONDS, for the whole run; RDMA_GUEST_SHARE, a folder for what the tests leave behind
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rdma_guest import REPOSITORY, RdmaGuest, Unavailable, prepare
 
-SECONDS = 1500.0
+SECONDS = 3600.0
 
 
 def main(words: list[str]) -> int:
@@ -32,8 +32,11 @@ def main(words: list[str]) -> int:
     if words[:1] == ["--command"]:
         command = " ".join(words[1:])
     else:
-        chosen = words if any(not word.startswith("-") for word in words) else [*words, "tests/rdma/inside"]
-        command = shlex.join([".venv/bin/python", "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "600", *chosen])
+        named = any((REPOSITORY / word.partition("::")[0]).exists() for word in words)  # "killed" of "-k killed" is no path
+        chosen = words if named else [*words, "tests/rdma/inside"]
+        command = shlex.join(
+            [".venv/bin/python", "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "600", "--durations", "10", *chosen]
+        )
     result = guest.run(command, seconds=float(os.environ.get("RDMA_GUEST_SECONDS", SECONDS)))
     print(
         f"rdma: guest up after {result.booted_after or 0:.0f} s, gone after {result.seconds:.0f} s; its files: {result.share}"

@@ -23,7 +23,7 @@ def store() -> rdma_guest.Store:
         pytest.skip(f"the RDMA guest cannot be run: {reason}")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_command_runs_among_the_hosts_files_with_two_rdma_devices_and_leaves_only_what_is_in_its_share(
     store: rdma_guest.Store, tmp_path: Path
 ) -> None:
@@ -49,7 +49,7 @@ exit 7
     assert not witness.exists(), "the host's files are as they were"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_command_that_hangs_is_killed_at_its_deadline_and_shows_what_it_had_said(
     store: rdma_guest.Store, tmp_path: Path
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_command_that_hangs_is_killed_at_its_deadline_and_shows_what_it_had_sa
     assert str(tmp_path) not in listed, "nothing of it is left running"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_guest_that_goes_down_is_reported_with_its_console(store: rdma_guest.Store, tmp_path: Path) -> None:
     result = RdmaGuest(store, share=tmp_path).run("echo c >/proc/sysrq-trigger; sleep 60", seconds=100)
     assert result.code is None

@@ -14,7 +14,8 @@ from weight_sync.errors import ConfigError
 
 SYSFS = Path("/sys/class/infiniband")
 GID_VARIABLES = ("MC_GID_INDEX", "NCCL_IB_GID_INDEX")
-"""Which GID Mooncake is to use, first one that is set; else it chooses itself. It reads them once in a process."""
+"""Which GID Mooncake is to use, first one that is set; else it chooses itself. It reads them when it is imported, and
+never again."""
 
 TRANSMITTED = (
     "counters/port_xmit_packets",  # every driver that answers IB management queries: mlx4, mlx5, hfi1, qib
@@ -140,7 +141,7 @@ def check_published(
     """The devices that an engine on this machine says it uses; what it publishes is the fact, what it was asked is not.
 
     ports: those that may be used. ConfigError unless it uses the devices of a filter that is not empty, and GID `wanted`: it
-    read its variables when the first engine of the process was made, so that one set later does nothing.
+    read its variables when this process imported Mooncake, so that one set later does nothing.
     """
     published = segment.get("devices")
     used = {str(d["name"]): _address(str(d["gid"])) for d in (published if isinstance(published, list) else [])}
@@ -154,7 +155,7 @@ def check_published(
         if asked is not None and used.get(port.device, asked) != asked:
             raise ConfigError(
                 f"transport mooncake: GID {wanted} ({asked}) was asked for on {port.device}, the engine uses "
-                f"{used[port.device]}: {' or '.join(GID_VARIABLES)} was set after the first engine of this process"
+                f"{used[port.device]}: {' or '.join(GID_VARIABLES)} was set after this process had imported Mooncake"
             )
     return tuple(sorted(used))
 

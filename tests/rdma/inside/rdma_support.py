@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from multiprocessing import forkserver
 from typing import Any
 
 from agent_process import exchange_pages
@@ -39,18 +40,30 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def warm() -> None:
-    """Start the fork server, with its imports; the first peer would otherwise do it."""
+    """Start the fork server, with its imports.
+
+    Python 3.11 does not tell it our sys.path, and it passes over modules that it does not find; so they are in its PYTHONPATH.
+    """
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     _context.set_forkserver_preload(["rdma_warm"])
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
 
 
 class WarmPeer:
-    """What transport_peer.ProcessPeer is, over a pipe. environment: set in the peer before its engine is made."""
+    """What transport_peer.ProcessPeer is, over a pipe. environment: set in the peer before it imports Mooncake, which reads it
+    then; so such a peer is started from nothing."""
 
     def __init__(
         self, config: dict[str, Any], nbytes: int, spans: list[tuple[int, int]], environment: dict[str, str] | None = None
     ) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=run, args=(theirs, config, nbytes, spans, environment or {}), daemon=True)
+        context = multiprocessing.get_context("spawn") if environment else _context
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=run, args=(theirs, config, nbytes, spans, environment or {}), daemon=True)
         self._process.start()
         theirs.close()
         said = self._answer()
@@ -99,6 +112,7 @@ class WarmPeer:
 
 def run(pipe: Any, config: dict[str, Any], nbytes: int, spans: list[tuple[int, int]], environment: dict[str, str]) -> None:
     """A peer's process. Ends when the other end of the pipe does."""
+    assert bool(environment) != ("mooncake.engine" in sys.modules), "imported by the fork server, and not before its variables"
     os.environ.update(environment)
 
     def words() -> Any:
