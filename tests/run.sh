@@ -38,8 +38,8 @@ if [ $# -gt 0 ]; then
 fi
 printing=$(mktemp)
 trap 'rm -f "$printing"; kill $(jobs -p) 2>/dev/null' EXIT
-lane core sglang exact & first=$!
-lane trainer vllm & second=$!
+lane core sglang & first=$!
+lane trainer vllm exact & second=$!
 rc=0
 wait $first || rc=1
 wait $second || rc=1
