@@ -11,11 +11,11 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from weight_sync.config import check_job, declared_sides, failure_policy
 from weight_sync.errors import ConfigError, VerifyError
@@ -39,6 +39,8 @@ from weight_sync_integrations.ray.trainer import (
     reference_tokens,
 )
 from weight_sync_integrations.served import check_served, published_config, quantise
+
+V = TypeVar("V")
 
 _LONG = 600.0
 """Seconds for one step of the job around a sync (building a model, a training step, an export)."""
@@ -183,11 +185,8 @@ def _same_tokens(
 
 
 def _transformers_tokens(job: JobConf, export: Path) -> list[list[int]]:
-    import ray
-
-    task = ray.remote(reference_tokens).options(**_options(job.trainer.python, PlacementConf(), job.trainer.environment))
     arguments = (str(export), job.prompts, job.max_new_tokens, job.rollout.dtype)
-    return gather({0: task.remote(*arguments)}, Deadline.after(_LONG), "reference tokens")[0]
+    return _beside_the_trainer(job, "reference tokens", reference_tokens, *arguments)
 
 
 def resolve_early(job: JobConf, config: Mapping[str, Any]) -> SyncSpec:
@@ -253,19 +252,21 @@ def _options(python: str | None, placement: PlacementConf, environment: Mapping[
 
 
 def _tiny_model(job: JobConf, folder: Path) -> str:
-    import ray
-
-    task = ray.remote(make_checkpoint).options(**_options(job.trainer.python, PlacementConf(), job.trainer.environment))
     sizes = {**job.model.sizes, "dtype": job.model.dtype}
-    reference = task.remote(str(folder / "model"), job.model.kind, job.model.seed, sizes)
-    return gather({0: reference}, Deadline.after(_LONG), "make a checkpoint")[0]
+    arguments = (str(folder / "model"), job.model.kind, job.model.seed, sizes)
+    return _beside_the_trainer(job, "make a checkpoint", make_checkpoint, *arguments)
 
 
 def _quantised(job: JobConf, source: str, folder: Path, quantization: Mapping[str, Any]) -> str:
+    return _beside_the_trainer(job, "quantise a checkpoint", quantise, source, str(folder), dict(quantization))
+
+
+def _beside_the_trainer(job: JobConf, what: str, call: Callable[..., V], *arguments: Any) -> V:
+    """Run a function in the trainer's environment, as a Ray task of its own. what: for errors."""
     import ray
 
-    task = ray.remote(quantise).options(**_options(job.trainer.python, PlacementConf(), job.trainer.environment))
-    return gather({0: task.remote(source, str(folder), dict(quantization))}, Deadline.after(_LONG), "quantise a checkpoint")[0]
+    task = ray.remote(call).options(**_options(job.trainer.python, PlacementConf(), job.trainer.environment))
+    return gather({0: task.remote(*arguments)}, Deadline.after(_LONG), what)[0]
 
 
 @contextmanager

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import BindError, SessionError
 from weight_sync.ids import ITEMSIZE
-from weight_sync.session.contracts import LiveParam, LiveStorage
-from weight_sync.session.memory import describe, dtype_name, epoch_of
+from weight_sync.session.contracts import LiveParam, LiveStorage, RankDescription
+from weight_sync.session.memory import describe, device_of, dtype_name, epoch_of
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StepGuard", "describe_tensors", "epoch_of", "why_not_live"]
+__all__ = ["StepGuard", "describe_tensors", "rank_description", "settle", "why_not_live"]
 
 
 def describe_tensors(
@@ -39,6 +40,28 @@ def describe_tensors(
             f"only plain tensors that are resident on the training device can be sent{lines}{more}"
         )
     return describe({name: tensor for name, tensor in tensors.items() if tensor.numel()}, f"trainer rank {rank}")
+
+
+def rank_description(tensors: Mapping[str, torch.Tensor], *, rank: int, coords: Mapping[str, int]) -> RankDescription:
+    """What a TrainerSource says of its rank, without shards. Raises BindError as describe_tensors does."""
+    params, storages = describe_tensors(tensors, rank=rank)
+    return RankDescription(
+        rank=rank,
+        host=socket.gethostname(),
+        coords=dict(coords),
+        epoch=epoch_of(storages),
+        params=params,
+        storages=storages,
+        device=device_of(tensors),
+    )
+
+
+def settle() -> None:
+    """Return once the device has done what was asked of it: a finished optimiser step is in the parameters then."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def why_not_live(tensor: torch.Tensor) -> str | None:

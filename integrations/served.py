@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from weight_sync.config import quantisation_of
+from weight_sync.config import quantisation_of, read_hf_config
 from weight_sync.errors import ConfigError
 from weight_sync.schema import JobConf
 
@@ -39,8 +37,7 @@ def check_served(job: JobConf) -> None:
 def published_config(job: JobConf, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The quantization_config of what the engines load; None where it is not quantised. config: the trainer's HF config."""
     if job.rollout.checkpoint:
-        served = json.loads((Path(job.rollout.checkpoint) / "config.json").read_text())
-        return served.get("quantization_config")
+        return read_hf_config(job.rollout.checkpoint, "rollout.checkpoint").get("quantization_config")
     scheme = job.weight_sync.quant.scheme
     if scheme not in _PUBLISHED:
         return None

@@ -47,6 +47,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> (kind of checkpoint, its sizes)."""
 
+CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+"""The quantization_config of compressed-tensors' fp8 with a scale for each row."""
+
 
 def model_of(checkpoint: Path) -> Model:
     config = json.loads((checkpoint / "config.json").read_text())

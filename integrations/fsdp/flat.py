@@ -10,17 +10,15 @@ Internals used, seen in torch 2.13: FSDP._handle.flat_param with _fqns, _shapes,
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import BindError, listed
 from weight_sync.session.contracts import RankDescription
-from weight_sync.session.memory import device_of
 from weight_sync_integrations.fsdp.names import hf_views
 from weight_sync_integrations.fsdp.source import shard_of
-from weight_sync_integrations.live import StepGuard, describe_tensors, epoch_of
+from weight_sync_integrations.live import StepGuard, rank_description, settle
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +85,7 @@ class FlatSource:
 
     def describe(self) -> RankDescription:
         """See TrainerSource. `shards` has an entry for each box of a checkpoint tensor that this rank holds."""
-        tensors = self.tensors()
-        params, storages = describe_tensors(tensors, rank=self._rank)
+        description = rank_description(self.tensors(), rank=self._rank, coords={"dp": self._rank})
         pieces = self._pieces()
         shards: list[dict[str, Any]] = []
         for view in self._views:
@@ -96,25 +93,13 @@ class FlatSource:
             for start, (offset, shape) in stretch(piece.shape, piece.first, piece.count):
                 if (shard := shard_of(view, offset, shape)) is not None:
                     shards.append(shard | {"start": shard["start"] + start})
-        return RankDescription(
-            rank=self._rank,
-            host=socket.gethostname(),
-            coords={"dp": self._rank},
-            epoch=epoch_of(storages),
-            params=params,
-            storages=storages,
-            shards=shards,
-            device=device_of(tensors),
-        )
+        return replace(description, shards=shards)
 
     def quiesce(self) -> None:
         """Wait for the device, and refuse optimiser steps. The local shards are always the real ones: what forward gathers is a
         copy. Raises SessionError if a sync is running already."""
-        import torch
-
         self._guard.close()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        settle()
 
     def release(self) -> None:
         """Steps are allowed again. Raises SessionError if no sync is running."""

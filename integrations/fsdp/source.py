@@ -6,15 +6,14 @@ tensors (RankDescription.shards).
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import BindError, listed
 from weight_sync.session.contracts import RankDescription
-from weight_sync.session.memory import device_of
 from weight_sync_integrations.fsdp.names import HfView, hf_views
-from weight_sync_integrations.live import StepGuard, describe_tensors, epoch_of
+from weight_sync_integrations.live import StepGuard, rank_description, settle
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +70,7 @@ class FsdpSource:
     def describe(self) -> RankDescription:
         """See TrainerSource. `shards` has an entry for each checkpoint tensor that this rank holds a part of."""
         tensors = self.tensors()
-        params, storages = describe_tensors(tensors, rank=self._rank)
+        description = rank_description(tensors, rank=self._rank, coords=self.coords())
         boxes = {name: local_box(name, tensor) for name, tensor in self._full()}
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != boxes[name][1]:
@@ -80,29 +79,17 @@ class FsdpSource:
                     f"{list(boxes[name][1])}"
                 )
         shards = [shard for view in self._views if (shard := shard_of(view, *boxes[view.param]))]
-        return RankDescription(
-            rank=self._rank,
-            host=socket.gethostname(),
-            coords=self.coords(),
-            epoch=epoch_of(storages),
-            params=params,
-            storages=storages,
-            shards=shards,
-            device=device_of(tensors),
-        )
+        return replace(description, shards=shards)
 
     def quiesce(self) -> None:
         """Drop gathered parameters, wait for the device, and refuse optimiser steps.
 
         Raises: SessionError if a sync is running already.
         """
-        import torch
-
         self._guard.close()
         try:
             self._reshard()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            settle()
         except BaseException:
             self._guard.open()
             raise

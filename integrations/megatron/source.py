@@ -7,15 +7,13 @@ optimiser. mcore's parallel state must be initialised.
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import BindError, listed
 from weight_sync.layout.parallel import TRAINER_ORDERS, TrainerDims
 from weight_sync.session.contracts import RankDescription
-from weight_sync.session.memory import device_of
-from weight_sync_integrations.live import StepGuard, describe_tensors, epoch_of
+from weight_sync_integrations.live import StepGuard, rank_description, settle
 
 if TYPE_CHECKING:
     import torch
@@ -98,17 +96,7 @@ class MegatronSource:
 
     def describe(self) -> RankDescription:
         """See TrainerSource. Raises BindError where a parameter cannot be read in place (see describe_tensors)."""
-        tensors = self.tensors()
-        params, storages = describe_tensors(tensors, rank=self._rank)
-        return RankDescription(
-            rank=self._rank,
-            host=socket.gethostname(),
-            coords=self.coords(),
-            epoch=epoch_of(storages),
-            params=params,
-            storages=storages,
-            device=device_of(tensors),
-        )
+        return rank_description(self.tensors(), rank=self._rank, coords=self.coords())
 
     def quiesce(self) -> None:
         """Finish the step: gather parameters whose all-gather was to overlap with the next forward, wait for the
@@ -124,8 +112,7 @@ class MegatronSource:
                 for chunk in self._chunks:
                     if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
                         chunk.start_param_sync(force_sync=True)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            settle()
         except BaseException:
             self._guard.open()
             raise

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from families_support import YARN, quantised_model_of, rollout_layout
+from families_support import CHANNEL, YARN, quantised_model_of, rollout_layout
 from sglang_support import same_bytes
 
 from weight_sync.errors import ParallelError, VerifyError
@@ -44,20 +44,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 CASES = [("qwen3_moe", "tp4ep2"), ("qwen3_moe", "pp2"), ("deepseek_v3", "tp2"), ("deepseek_v3", "tp2ep2"), ("glm4_moe", "tp4")]
 """In blocks of 32 by 32: KV heads on more ranks than there are, scales of a fused parameter whose last block is short."""
-
-CHANNEL = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head", "re:.*mlp.gate$"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True},
-        }
-    },
-}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import build_engine, greedy
-from families_support import YARN, quantised_model_of, rollout_layout
+from families_support import CHANNEL, YARN, quantised_model_of, rollout_layout
 from replica_support import vllm_rank
 
 from weight_sync.layout.witness import agree
@@ -33,19 +33,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"vocab_size": 250},
 }
 CASES = [("qwen3_moe", "tp2ep2"), ("deepseek_v3", "tp2"), ("glm4_moe", "tp4")]
-CHANNEL = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head", "re:.*mlp.gate$"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True},
-        }
-    },
-}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -163,9 +163,14 @@ class Catalog:
         return self._made[2]
 
     @cached_property
+    def group(self) -> NDArray[np.int64]:
+        """[tensors, ndim]: elements of the weight over which the largest magnitude is taken; 1 where it is not made."""
+        return self._made[4]
+
+    @cached_property
     def served(self) -> NDArray[np.bool_]:
         """[tensors]: which are in the engines' checkpoint: all but weights whose values go by another name there."""
-        made, base, _, _ = self._made
+        made, base = self.is_made, self.base
         result = np.ones(len(self), np.bool_)
         result[base[made]] = False
         result[made] = True
@@ -189,11 +194,12 @@ class Catalog:
         return result
 
     @cached_property
-    def _made(self) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    def _made(self) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
         made = np.zeros(len(self), np.bool_)
         base = np.arange(len(self), dtype=np.int64)
         block = np.ones((len(self), self.ndim), np.int64)
         leads = np.ones(len(self), np.bool_)
+        group = np.ones((len(self), self.ndim), np.int64)
         for first, p in zip(self.first, self.patterns, strict=True):
             if p.made is None:
                 continue
@@ -210,7 +216,8 @@ class Catalog:
                 base[rows] = self.first[of] + at * each + np.arange(each)
                 block[rows, : len(p.made.block)] = p.made.block
                 leads[rows] = p.made.part == "values"
-        return made, base, block, leads
+                group[rows, : len(p.made.group)] = p.made.group
+        return made, base, block, leads, group
 
     @cached_property
     def digest(self) -> str:

@@ -10,7 +10,7 @@ Pure: the arithmetic of values is in weight_sync.quant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import gcd
 
@@ -79,7 +79,9 @@ def quantised(catalog: Catalog, emission: Emission, chosen: Callable[[str], bool
                 kept = replace(p, made=made)
         patterns.append(kept)
     if not added:
-        raise FamilyError("the quantisation scheme leaves every HF tensor of this model as it is; use weight_sync.quant=none")
+        raise FamilyError(
+            "the quantisation scheme leaves every HF tensor of this model as it is; use weight_sync.quant.scheme=none"
+        )
     return Catalog((*patterns, *added), emission.text)
 
 
@@ -127,12 +129,9 @@ class Emitter:
             if p.made is not None:
                 self.by_base.setdefault(p.made.base, []).append(p)
 
-    def parts(self, templates: tuple[str, ...]) -> Iterator[tuple[Pattern, tuple[str, ...]]]:
-        """(a pattern that the first template is made into, the names of the same part for all templates)."""
-        for p in self.by_base.get(templates[0], ()):
-            assert p.made is not None
-            suffix = p.template.removeprefix(templates[0])
-            yield p, tuple(t + suffix for t in templates)
+    def parts(self, template: str) -> list[Pattern]:
+        """What a weight is made into."""
+        return self.by_base.get(template, [])
 
     def layers(self, templates: tuple[str, ...], where: str) -> tuple[int, ...] | None:
         """Layers in which a rule's tensors are quantised; None: those of tensors without layers, (): nowhere.
@@ -152,12 +151,11 @@ class Emitter:
         made = self.by_base[template][0].made if template in self.by_base else None
         return () if made is None else made.layers
 
-    def local(self, local: Local, part: Pattern, names: tuple[str, ...], axis: str, where: str) -> Local:
+    def local(self, local: Local, part: Pattern, axis: str, where: str) -> Local:
         """The parameter of a part, from the parameter that would hold the weights themselves.
 
-        names: of the part, in the order of the weights' templates. axis: "tp=4" and the like, for errors. Every block must lie
-        whole in the shard, but for the last one of the tensor, which may be short. Raises ParallelError otherwise, with the
-        numbers.
+        axis: "tp=4" and the like, for errors. Every block must lie whole in the shard, but for the last one of the tensor,
+        which may be short. Raises ParallelError otherwise, with the numbers.
         """
         made = part.made
         assert made is not None

@@ -238,10 +238,10 @@ class _Resolver:
         if emitted and self.emitter is not None:
             cuts = [axis for axis, place in rule.place.items() if isinstance(place, Split)]
             axes = ", ".join(f"{axis}={self.dims.sizes[axis]}" for axis in cuts)
-            for part, names in self.emitter.parts(templates):
+            for part in self.emitter.parts(templates[0]):
                 made = part.made
                 assert made is not None
-                divided = self.emitter.local(local, part, names, axes or "whole on every rank", where)
+                divided = self.emitter.local(local, part, axes or "whole on every rank", where)
                 param = rule.param + part.template.removeprefix(made.base)
                 yield self._filled(rule, param, divided, list(emitted), experts, made.dtype, "", made.part)
 

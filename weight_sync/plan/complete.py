@@ -71,7 +71,7 @@ def one_cut(plan: Plan) -> None:
     base, block = catalog.base[plan.tensor[rows]], catalog.block[plan.tensor[rows]]
     low = plan.offset[rows] * block
     high = np.minimum((plan.offset[rows] + plan.shape[rows]) * block, catalog.shapes[base])
-    boxes, _ = distinct(np.column_stack([base, low, high, _groups(plan, rows)]))
+    boxes, _ = distinct(np.column_stack([base, low, high, catalog.group[plan.tensor[rows]]]))
     base, (low, high, group) = boxes[:, 0], np.split(boxes[:, 1:], 3, axis=1)
     cut = ((low % group != 0) | ((high % group != 0) & (high != catalog.shapes[base]))).any(axis=1)
     volume, several = np.zeros(len(catalog), np.int64), np.zeros(len(catalog), np.bool_)
@@ -84,19 +84,9 @@ def one_cut(plan: Plan) -> None:
         )
 
 
-def _groups(plan: Plan, rows: Ints) -> Ints:
-    """[rows, dims]: elements of the weight in a group."""
-    firsts = np.asarray(plan.catalog.first, np.int64)
-    table = np.ones((len(firsts), plan.catalog.ndim), np.int64)
-    for i, p in enumerate(plan.catalog.patterns):
-        if p.made is not None:
-            table[i, : len(p.made.group)] = p.made.group
-    return table[np.searchsorted(firsts, plan.tensor[rows], "right") - 1]
-
-
 def _cells(plan: Plan, rows: Ints) -> tuple[Ints, Ints]:
     """(first, one past the last) group in each dim that transfers have a share in."""
-    catalog, group = plan.catalog, _groups(plan, rows)
+    catalog, group = plan.catalog, plan.catalog.group[plan.tensor[rows]]
     base, block = catalog.base[plan.tensor[rows]], catalog.block[plan.tensor[rows]]
     low = plan.offset[rows] * block
     high = np.minimum((plan.offset[rows] + plan.shape[rows]) * block, catalog.shapes[base])

@@ -9,7 +9,6 @@ for which groups that has to be done, by whom, and how many bytes it is; the ses
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,10 +67,7 @@ def regions_of(plan: Plan, rows: Ints) -> Regions:
     high = np.minimum((plan.offset[rows] + plan.shape[rows])[:, :2] * block, shape)
     key = np.column_stack([plan.source[rows], base, low, high])
     _, first = np.unique(key, axis=0, return_index=True)
-    groups = {index: p.made.group for index, p in enumerate(catalog.patterns) if p.made is not None}
-    firsts = np.asarray(catalog.first, np.int64)
-    pattern = np.searchsorted(firsts, tensor[first], "right") - 1
-    group = np.asarray([groups[i] for i in pattern.tolist()], np.int64).reshape(-1, 2)
+    group = catalog.group[tensor[first]][:, :2]
     return Regions(plan.source[rows][first], base[first], low[first], high[first], rows[first], shape[first], group)
 
 
@@ -92,10 +88,6 @@ class Straddles:
     def nbytes(self) -> int:
         """Bytes that all ranks say together: four for each cell that a rank holds some of."""
         return 4 * sum(len(cells) for cells in self.of_rank)
-
-    @cached_property
-    def index(self) -> dict[tuple[int, int, int], int]:
-        return {cell: n for n, cell in enumerate(_tuples(self.cells))}
 
 
 def cells_of_rank(plan: Plan, rank: int, whole: bool = False) -> Ints:

@@ -40,9 +40,9 @@ class Bound:
         self._strided, self._batch_bytes, self._kind = transport.strided, transport.batch_bytes, digest
         plan = schedule.plan
         self.rows = plan.rows_from(rank)
-        self.pieces: list[list[Piece]] = [[] for _ in range(schedule.rounds)]
+        pieces: list[list[Piece]] = [[] for _ in range(schedule.rounds)]
         for piece in schedule.pieces.of(self.rows):
-            self.pieces[piece.round].append(piece)
+            pieces[piece.round].append(piece)
         missing = sorted(set(plan.target_rank[self.rows].tolist()) - set(targets))
         if missing:
             raise BindError(f"trainer rank {rank}: no binding of rollout ranks {listed(missing)}")
@@ -55,13 +55,13 @@ class Bound:
         # On the host a piece is digested while the cache holds it; a GPU digests whole transfers, many in one launch, but for
         # those that are computed: their bytes exist only as pieces.
         self._whole = set[int]() if memory.device == "cpu" else set(self.rows[~direct & ~plan.computed[self.rows]].tolist())
-        self._odd = {piece.row for round_ in self.pieces for piece in round_ if piece.nbytes % 8}
+        self._odd = {piece.row for round_ in pieces for piece in round_ if piece.nbytes % 8}
         memory.digests(digest)  # raises now, before anything is paused, if this memory has no such digest
         self._digests: Digests | None = None
         # Made now: what cannot be quantised is said before anything is paused.
         self.quantiser = Quantiser(plan, rank, memory, report) if plan.made[self.rows].any() else None
         done: dict[int, int] = {}
-        self.flights = [flights(self, pieces, done) for pieces in self.pieces]
+        self.flights = [flights(self, round_, done) for round_ in pieces]
 
     def target_address(self, row: int) -> int:
         plan = self.schedule.plan

@@ -103,11 +103,6 @@ class Quantiser:
     def needs_whole(self) -> bool:
         return self.scheme.scale == "two_level"
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of magnitudes kept beside the weights."""
-        return self._pool.nbytes + self._whole.nbytes
-
     # -- before anything is paused ------------------------------------------------------------------------------------
 
     def scan(self, finite: bool) -> list[float]:
