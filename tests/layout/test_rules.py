@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from layout_cases import assemble, declared_fillings, fillings, read_back
 from layout_naive import Array, Ids, Params, padded, part
 
+from weight_sync.errors import FamilyError
 from weight_sync.layout.family import apply, load_family, mcore_convention
 from weight_sync.layout.parallel import TrainerDims
 from weight_sync.layout.resolve import resolve
@@ -292,3 +294,24 @@ def test_a_dropped_tensor_is_in_no_shard_and_a_rule_dtype_is_the_parameters():
     layout = declare({"x": [2], "y": [2]}, rules, TrainerDims(1))
     assert [s.tensor for s in layout.rank_shards(0)] == ["x"]
     assert layout.params[0].dtype == "float64"
+
+
+def test_two_rules_that_make_one_parameter_on_the_last_stage_alone_are_refused():
+    """Names are compared once for all ranks with the same parameters; the first stage's tell nothing of the last one's."""
+    rules = {
+        "layers": {"rule": "rename", "hf": "m.{l}.w", "param": "p.{n}"},
+        "end": {"rule": "rename", "hf": "x", "param": "p.1", "place": {"pp": "own last"}},
+    }
+    with pytest.raises(FamilyError, match=r"trainer rank 2: two rules make the parameter p\.1: layers and end"):
+        declare({"m.{l}.w": [1], "x": [1]}, rules, TrainerDims(4, pp=2, pipeline=(1, 2)), layers=3)
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_garbage_is_collected_after_a_layout_as_before_it_even_where_it_is_refused(collecting):
+    was = gc.isenabled()
+    (gc.enable if collecting else gc.disable)()
+    try:
+        test_two_rules_that_make_one_parameter_on_the_last_stage_alone_are_refused()
+        assert gc.isenabled() == collecting
+    finally:
+        (gc.enable if was else gc.disable)()

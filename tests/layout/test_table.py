@@ -12,8 +12,9 @@ from layout_cases import jobs, rollout_layout, trainer_layout
 from layout_naive import Engine, Mcore, Sizes
 
 from weight_sync.errors import FamilyError
-from weight_sync.layout.catalog import Catalog, Pattern
-from weight_sync.layout.table import Layout, Param, layout_from_shards
+from weight_sync.layout import rowwise
+from weight_sync.layout.catalog import Catalog, Pattern, fill
+from weight_sync.layout.table import Layout, Param, columns_of, digest_text, layout_from_shards
 
 relaxed = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 
@@ -107,3 +108,40 @@ def test_rank_params_and_rank_column_agree():
     layout = rollout_layout(Sizes(), Engine(tp=2, pp=2))
     assert [len(layout.rank_params(r)) for r in range(4)] == np.bincount(layout.param_rank, minlength=4).tolist()
     assert len(layout.rank_params(4)) == 0
+
+
+def test_parameters_as_columns_say_what_the_parameters_say():
+    params = [
+        Param(rank, f"p{i}", shape, dtype, filling, part=part)
+        for rank in range(3)
+        for i, (shape, dtype, filling, part) in enumerate(
+            [((2, 3), "float32", 0, ""), ((2, 3), "float32", 1, ""), ((2, 3), "uint8", 0, "values"), ((6,), "float32", 0, "")]
+        )
+    ]
+    columns = columns_of(params)
+    assert len(columns.kinds) == 4
+    assert columns.rank.tolist() == [p.rank for p in params]
+    for kind, p in zip(columns.kind.tolist(), params, strict=True):
+        assert replace(columns.kinds[kind], rank=p.rank, name=p.name) == p
+    assert columns.of_kind(lambda p: p.numel - p.filling).tolist() == [p.numel - p.filling for p in params]
+    text = [f"{p.rank} {p.name} {p.shape} {p.dtype} {p.filling} {p.cast_from} {p.part}\n" for p in params]
+    assert digest_text(params) == f"{len(params)}\n{''.join(text)}".encode(), "digests of saved plans depend on it"
+
+
+@pytest.mark.parametrize("dims", [0, 1, 2, 3])
+def test_rowwise_reductions_are_those_of_numpy_and_leave_their_argument_alone(dims):
+    rows = np.random.default_rng(dims).integers(-3, 4, (50, dims))
+    before, flags = rows.copy(), rows > 0
+    assert np.array_equal(rowwise.product(rows), rows.prod(axis=1))
+    assert np.array_equal(rowwise.total(rows), rows.sum(axis=1))
+    assert np.array_equal(rowwise.every(flags), flags.all(axis=1))
+    assert np.array_equal(rowwise.some(flags), flags.any(axis=1))
+    assert np.array_equal(rows, before)
+    assert np.array_equal(flags, before > 0)
+
+
+def test_names_of_a_pattern_are_its_template_filled_in():
+    for template in ("a.{l}.b.{e}.c", "{e}.{l}.{e}", "a.{l}", "a.{e}.b{e}", "a"):
+        pattern = Pattern(template, (1,), "float32", (0, 12) if "{l}" in template else None, 11 if "{e}" in template else 0)
+        layers, experts = pattern.layers or (0,), range(max(pattern.experts, 1))
+        assert list(pattern.names()) == [fill(template, l=layer, e=e) for layer in layers for e in experts]

@@ -22,7 +22,7 @@ from weight_sync.layout.catalog import Catalog, Pattern
 from weight_sync.layout.table import Layout, Param, layout_from_shards
 from weight_sync.plan import boxes
 from weight_sync.plan.plan import COLUMNS, Plan
-from weight_sync.plan.planner import make_plan
+from weight_sync.plan.planner import by_rank, make_plan
 
 relaxed = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
@@ -317,3 +317,10 @@ def test_a_tensor_that_one_side_holds_in_two_dtypes_is_refused_even_if_the_last_
 def test_hosts_must_be_given_for_every_rank():
     refused(["trainer hosts: 2 given for 1 ranks"], side("trainer"), side("rollout"), ["a", "b"], ["a"])
     refused(["rollout hosts: 2 given for 1 ranks"], side("trainer"), side("rollout"), ["a"], ["a", "b"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), max_size=30), st.booleans())
+def test_transfers_are_sorted_by_rank_parameter_and_start_whether_or_not_the_layout_was(rows, before):
+    rank, param, start = np.asarray(sorted(rows, key=lambda r: r[1:]) if before else rows, np.int64).reshape(-1, 3).T
+    for world in (4, 1 << 17):
+        assert by_rank(rank, param, start, world).tolist() == np.lexsort((start, param, rank)).tolist()

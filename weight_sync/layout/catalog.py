@@ -64,8 +64,12 @@ class Pattern:
 
     def names(self) -> Iterator[str]:
         for layer in self.layers if self.layers is not None else (0,):
-            for expert in range(max(self.experts, 1)):
-                yield fill(self.template, l=layer, e=expert)
+            yield from self.names_in(layer)
+
+    def names_in(self, layer: int) -> Iterator[str]:
+        """The names of one layer's tensors, by expert. The layer is put in once: a large model has 70,000 names."""
+        parts = fill(self.template, l=layer).split("{e}")
+        return (str(expert).join(parts) for expert in range(max(self.experts, 1)))
 
 
 def fill(template: str, **indices: int) -> str:

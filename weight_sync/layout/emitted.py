@@ -16,7 +16,7 @@ from math import gcd
 
 from weight_sync.errors import FamilyError, ParallelError, listed
 from weight_sync.layout.box import Box
-from weight_sync.layout.catalog import Catalog, Made, Pattern, fill
+from weight_sync.layout.catalog import Catalog, Made, Pattern
 from weight_sync.layout.pieces import Local, Piece
 
 SUFFIX = ".weight"
@@ -106,7 +106,7 @@ def _layers(p: Pattern, chosen: Callable[[str], bool]) -> tuple[int, ...] | None
         return ()
     found: list[int] = []
     for layer in p.layers if p.layers is not None else (0,):
-        names = [fill(p.template, l=layer, e=e) for e in range(max(p.experts, 1))]
+        names = list(p.names_in(layer))
         yes = [name for name in names if chosen(name)]
         if yes and len(yes) != len(names):
             no = next(name for name in names if name not in yes)

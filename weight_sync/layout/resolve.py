@@ -7,7 +7,9 @@ parameters, not with Python objects for each shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import gc
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 
@@ -144,16 +146,20 @@ def resolve_part(
     params: list[Param] = []
     blocks: list[_Block] = []
     firsts: list[int] = []
-    for rank in range(dims.world) if ranks is None else sorted(ranks):
-        coords = dims.coords(rank)
-        mine = [(label, block) for label, rule in rules.items() for block in worker.block(coords, label, rule)]
-        _distinct(side, rank, mine)
-        for _, block in mine:
-            blocks.append(block)
-            firsts.append(len(params))
-            params += [
-                Param(rank, n, block.shape, block.dtype, block.filling, block.cast_from, block.part) for n in block.names
-            ]
+    seen: set[tuple[int, ...]] = set()
+    with _uncollected():
+        for rank in range(dims.world) if ranks is None else sorted(ranks):
+            coords = dims.coords(rank)
+            mine = [(label, block) for label, rule in rules.items() for block in worker.block(coords, label, rule)]
+            if (same := tuple(id(block) for _, block in mine)) not in seen:  # ranks with the same blocks have the same names
+                _distinct(side, rank, mine)
+                seen.add(same)
+            for _, block in mine:
+                blocks.append(block)
+                firsts.append(len(params))
+                params += [
+                    Param(rank, n, block.shape, block.dtype, block.filling, block.cast_from, block.part) for n in block.names
+                ]
     d = model.catalog.ndim
     if not blocks:
         none, wide = np.zeros(0, np.int64), np.zeros((0, d), np.int64)
@@ -170,6 +176,19 @@ def resolve_part(
         start=np.concatenate([b.start for b in blocks]),
         strides=np.concatenate([b.strides for b in blocks]),
     )
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """Without garbage collection, as it was before: it would look at hundreds of thousands of parameters again and again
+    while they are made, and nothing here makes cycles."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _distinct(side: str, rank: int, blocks: list[tuple[str, _Block]]) -> None:
@@ -258,8 +277,10 @@ class _Resolver:
     ) -> _Block:
         stacked = isinstance(rule, Stack)
         names = tuple(
-            (f"vp{chunk}." if chunk is not None else "") + fill(param, l=layer, n=n, e=expert, i=i)
-            for chunk, n, layer in held
+            in_layer.replace("{e}", str(expert)).replace("{i}", str(i))
+            for in_layer in (
+                (f"vp{chunk}." if chunk is not None else "") + fill(param, l=layer, n=n) for chunk, n, layer in held
+            )
             for i, expert in enumerate(experts[:1] if stacked else experts)
         )
         columns = _columns(self.model.catalog, rule, local, held, experts)

@@ -7,10 +7,11 @@ order. That one form covers QKV interleaving, gate/up fusion, expert stacking, T
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,38 @@ class Param:
         return prod(self.shape)
 
 
+_KIND = attrgetter("shape", "dtype", "filling", "cast_from", "part")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParamColumns:
+    """Parameters as columns. kinds: parameters that differ in more than rank and name, an example of each. rank, kind [params]:
+    kind is an index into `kinds`, of which even the largest model has a few dozen."""
+
+    kinds: tuple[Param, ...]
+    rank: Ints
+    kind: Ints
+
+    def of_kind(self, value: Callable[[Param], int]) -> Ints:
+        """[params]: an integer that follows from a parameter's kind."""
+        return self.by_kind(value).take(self.kind)
+
+    def by_kind(self, value: Callable[[Param], int]) -> Ints:
+        """[kinds]: an integer that follows from a parameter's kind."""
+        return np.fromiter(map(value, self.kinds), np.int64, len(self.kinds))
+
+
+def columns_of(params: Sequence[Param]) -> ParamColumns:
+    index = {key: i for i, key in enumerate(dict.fromkeys(map(_KIND, params)))}
+    kind = np.fromiter(map(index.__getitem__, map(_KIND, params)), np.int64, len(params))
+    rank = np.fromiter(map(attrgetter("rank"), params), np.int64, len(params))
+    return ParamColumns(tuple(Param(0, "", *key) for key in index), rank, kind)
+
+
 def digest_text(params: Sequence[Param]) -> bytes:
     """What a digest takes of parameters: their number, then everything they hold."""
-    lines = [f"{p.rank} {p.name} {p.shape} {p.dtype} {p.filling} {p.cast_from} {p.part}" for p in params]
+    texts = {key: " ".join(map(str, key)) for key in dict.fromkeys(map(_KIND, params))}
+    lines = [f"{p.rank} {p.name} {texts[key]}" for p, key in zip(params, map(_KIND, params), strict=True)]
     return "\n".join([str(len(lines)), *lines, ""]).encode()
 
 
@@ -92,13 +122,18 @@ class Layout:
     strides: Ints
 
     @cached_property
+    def columns(self) -> ParamColumns:
+        """The parameters as columns."""
+        return columns_of(self.params)
+
+    @property
     def param_rank(self) -> Ints:
-        return np.fromiter((p.rank for p in self.params), np.int64, len(self.params))
+        return self.columns.rank
 
     @property
     def rank(self) -> Ints:
         """Rank of every shard."""
-        return self.param_rank[self.param]
+        return self.param_rank.take(self.param)
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:

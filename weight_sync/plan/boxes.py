@@ -42,15 +42,19 @@ class Holders:
 
 def distinct_boxes(layout: Layout) -> Boxes:
     """Reduce shards to distinct boxes. Hash first, then check that the hash did not merge two different boxes."""
-    rows = np.concatenate([layout.tensor[:, None], layout.offset, layout.shape], axis=1)
-    keys = np.zeros(len(rows), np.uint64)
+    columns = [layout.tensor, *layout.offset.T, *layout.shape.T]
+    keys = np.zeros(len(layout.tensor), np.uint64)
     with np.errstate(over="ignore"):
-        for d in range(rows.shape[1]):
-            keys += rows[:, d].astype(np.uint64) * np.uint64(_MULTIPLIERS[d])
+        for column, multiplier in zip(columns, _MULTIPLIERS, strict=False):
+            keys += column.view(np.uint64) * np.uint64(multiplier)
             keys ^= keys >> np.uint64(29)
             keys *= np.uint64(_MULTIPLIERS[-1])
-    _, first, group = np.unique(keys, return_index=True, return_inverse=True)
-    if not np.array_equal(rows[first][group], rows):  # a 64-bit collision: compare the rows themselves
+    order = np.argsort(keys)
+    new = np.append(np.ones(min(len(keys), 1), np.bool_), np.diff(keys.take(order)) != 0)
+    first, group = order[new], np.empty_like(order)  # shards of one group have one box: any of them speaks for it
+    group[order] = np.cumsum(new) - 1
+    if not all(np.array_equal(column.take(first).take(group), column) for column in columns):  # two boxes have one hash
+        rows = np.column_stack(columns)
         _, first, group = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         group = group.ravel()
     order = np.lexsort((*layout.shape[first].T[::-1], *layout.offset[first].T[::-1], layout.tensor[first]))

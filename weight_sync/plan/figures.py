@@ -5,13 +5,13 @@ Bytes are bytes on the wire, once for every replica. Ranks that send or receive 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from weight_sync.ids import ITEMSIZE
-from weight_sync.layout.table import Ints, Param
+from weight_sync.layout.rowwise import product
+from weight_sync.layout.table import Ints, ParamColumns
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.runs import inner_elements
 from weight_sync.plan.schedule import Method, Schedule
@@ -40,9 +40,10 @@ def figures(schedule: Schedule) -> dict[str, Any]:
         **_spread("source", sent),
         **_spread("destination", received),
         "extra_bytes_source": max(source_staging(schedule).values(), default=0),
-        "extra_bytes_destination": max(schedule.stage_bytes.values(), default=0),
-        "weight_bytes_max_source": int(held(plan.source_params, plan.source_world).max(initial=0)),
-        "weight_bytes_max_destination": int(held(plan.target_params, plan.target_world).max(initial=0)),
+        "extra_bytes_destination": max(schedule.stage_bytes.values(), default=0)
+        + (0 if schedule.beside is None else int(schedule.beside.nbytes.max(initial=0))),
+        "weight_bytes_max_source": int(held(plan.source_columns, plan.source_world).max(initial=0)),
+        "weight_bytes_max_destination": int(held(plan.target_columns, plan.target_world).max(initial=0)),
         "same_host_bytes": same_host_bytes(plan),
         "runs": int(runs.sum()),
         "run_sizes": run_classes(runs, sizes),
@@ -61,11 +62,9 @@ def per_rank(nbytes: Ints, rank: Ints, world: int) -> Ints:
     return total
 
 
-def held(params: Sequence[Param], world: int) -> Ints:
+def held(params: ParamColumns, world: int) -> Ints:
     """Bytes of parameters on every rank."""
-    rank = np.fromiter((p.rank for p in params), np.int64, len(params))
-    nbytes = np.fromiter((p.numel * ITEMSIZE[p.dtype] for p in params), np.int64, len(params))
-    return per_rank(nbytes, rank, world)
+    return per_rank(params.of_kind(lambda p: p.numel * ITEMSIZE[p.dtype]), params.rank, world)
 
 
 def source_staging(schedule: Schedule) -> dict[int, int]:
@@ -90,7 +89,7 @@ def transfer_runs(plan: Plan, rows: Ints | None = None) -> tuple[Ints, Ints]:
     """(runs, bytes of one run) of transfers: all, or those of `rows`."""
     at = slice(None) if rows is None else rows
     inner = inner_elements(plan.shape[at], plan.source_strides[at], plan.target_strides[at])
-    return plan.shape[at].prod(axis=1) // np.maximum(inner, 1), inner * plan.itemsize[at]
+    return product(plan.shape[at]) // np.maximum(inner, 1), inner * plan.itemsize[at]
 
 
 def written_runs(schedule: Schedule) -> tuple[Ints, Ints]:

@@ -9,6 +9,7 @@ from math import prod
 
 import numpy as np
 
+from weight_sync.layout.rowwise import product
 from weight_sync.layout.table import Ints
 
 
@@ -76,7 +77,7 @@ def cut(
     see split().
     """
     most = limit // itemsize
-    many = np.flatnonzero(shape.prod(axis=1) > most).tolist()
+    many = np.flatnonzero(product(shape) > most).tolist()
     if not many:
         return np.arange(len(rows)), np.zeros_like(shape), shape
     found: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
@@ -86,7 +87,7 @@ def cut(
     count = np.ones(len(rows), np.int64)
     count[many] = [len(found[i]) for i in many]
     index = np.repeat(np.arange(len(rows)), count)
-    at, sizes = np.zeros((len(index), shape.shape[1]), np.int64), shape[index]
+    at, sizes = np.zeros((len(index), shape.shape[1]), np.int64), shape.take(index, axis=0)
     first = np.cumsum(count) - count
     for i, boxes in found.items():
         place = slice(int(first[i]), int(first[i]) + len(boxes))
@@ -123,14 +124,16 @@ def split(
 
 def staged(rank: Ints, nbytes: Ints, budget: int) -> tuple[Ints, Ints]:
     """(round, byte) at which each piece lands in the staging buffer of its destination rank; filled in the order given."""
-    round_, stage = np.zeros_like(nbytes), np.zeros_like(nbytes)
+    rounds: list[int] = []
+    stages: list[int] = []
     cursor: dict[int, tuple[int, int]] = {}
     ranks: list[int] = rank.tolist()
     sizes: list[int] = nbytes.tolist()
-    for i, (to, size) in enumerate(zip(ranks, sizes, strict=True)):
+    for to, size in zip(ranks, sizes, strict=True):
         now, at = cursor.get(to, (0, 0))
         if at + size > budget:
             now, at = now + 1, 0
-        round_[i], stage[i] = now, at
+        rounds.append(now)
+        stages.append(at)
         cursor[to] = (now, -(-(at + size) // 64) * 64)  # pieces start on cache lines
-    return round_, stage
+    return np.asarray(rounds, np.int64), np.asarray(stages, np.int64)

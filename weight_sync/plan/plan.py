@@ -18,7 +18,18 @@ import xxhash
 from weight_sync.errors import PlanError, listed
 from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.catalog import Catalog
-from weight_sync.layout.table import Bools, Ints, Layout, Param, digest_text, params_from_json, params_to_json
+from weight_sync.layout.rowwise import product
+from weight_sync.layout.table import (
+    Bools,
+    Ints,
+    Layout,
+    Param,
+    ParamColumns,
+    columns_of,
+    digest_text,
+    params_from_json,
+    params_to_json,
+)
 
 FORMAT = "weight_sync.plan/3"
 COLUMNS = ("tensor", "offset", "shape", "source", "source_start", "source_strides", "target", "target_start", "target_strides")
@@ -54,27 +65,36 @@ class Plan:
         return len(self.tensor)
 
     @cached_property
-    def source_rank(self) -> Ints:
-        return np.fromiter((p.rank for p in self.source_params), np.int64, len(self.source_params))[self.source]
+    def source_columns(self) -> ParamColumns:
+        """source_params as columns."""
+        return columns_of(self.source_params)
 
     @cached_property
+    def target_columns(self) -> ParamColumns:
+        """target_params as columns."""
+        return columns_of(self.target_params)
+
+    @cached_property
+    def source_rank(self) -> Ints:
+        return self.source_columns.rank.take(self.source)
+
+    @property
     def target_param_rank(self) -> Ints:
-        return np.fromiter((p.rank for p in self.target_params), np.int64, len(self.target_params))
+        return self.target_columns.rank
 
     @cached_property
     def target_rank(self) -> Ints:
-        return self.target_param_rank[self.target]
+        return self.target_param_rank.take(self.target)
 
     @cached_property
     def itemsize(self) -> Ints:
         """Bytes per element of every transfer at the destination; they are what travels."""
-        sizes = np.fromiter((ITEMSIZE[p.dtype] for p in self.target_params), np.int64, len(self.target_params))
-        return sizes[self.target]
+        return self.target_columns.of_kind(lambda p: ITEMSIZE[p.dtype]).take(self.target)
 
     @cached_property
     def made(self) -> Bools:
         """Which transfers are made of a weight on their way: quantised values and their scales (layout/emitted.py)."""
-        return np.fromiter((bool(p.part) for p in self.target_params), np.bool_, len(self.target_params))[self.target]
+        return self.target_columns.of_kind(lambda p: bool(p.part)).astype(np.bool_).take(self.target)
 
     @cached_property
     def computed(self) -> Bools:
@@ -84,12 +104,10 @@ class Plan:
     @cached_property
     def casts(self) -> Bools:
         """Which transfers are cast on their way, from the source parameter's dtype to the destination parameter's."""
-        index = {name: i for i, name in enumerate({p.dtype for p in (*self.source_params, *self.target_params)})}
-        source, target = (
-            np.fromiter((index[p.dtype] for p in params), np.int64, len(params))
-            for params in (self.source_params, self.target_params)
-        )
-        return (source[self.source] != target[self.target]) & ~self.made
+        here, there = self.source_columns, self.target_columns
+        index = {name: i for i, name in enumerate({p.dtype for p in (*here.kinds, *there.kinds)})}
+        source, target = (side.of_kind(lambda p: index[p.dtype]) for side in (here, there))
+        return (source.take(self.source) != target.take(self.target)) & ~self.made
 
     def dtypes(self, row: int) -> tuple[str, str]:
         """Dtype at the source and at the destination of a transfer."""
@@ -98,7 +116,7 @@ class Plan:
     @cached_property
     def nbytes(self) -> Ints:
         """Bytes of every transfer, as they are written."""
-        return self.shape.prod(axis=1) * self.itemsize
+        return product(self.shape) * self.itemsize
 
     @cached_property
     def digest(self) -> str:
@@ -176,8 +194,8 @@ class Plan:
 
 def _grouped(ranks: Ints, world: int) -> tuple[Ints, Ints]:
     """Transfers by rank, and where each rank's begin. Every rank asks for its own, so they are sorted once."""
-    rows = np.argsort(ranks, kind="stable")
-    return rows, np.searchsorted(ranks[rows], np.arange(world + 1))
+    rows = np.argsort(ranks.astype(np.uint16) if world <= 1 << 16 else ranks, kind="stable")  # a radix sort has 16 bits
+    return rows, np.searchsorted(ranks.take(rows), np.arange(world + 1))
 
 
 def same_inputs(source: Layout, target: Layout) -> None:

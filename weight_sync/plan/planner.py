@@ -14,6 +14,7 @@ import numpy as np
 
 from weight_sync.errors import PlanError, listed
 from weight_sync.ids import ITEMSIZE
+from weight_sync.layout.rowwise import every, product, some, total
 from weight_sync.layout.table import Bools, Ints, Layout
 from weight_sync.layout.values import CASTS, QUANTISED_FROM, legal_casts
 from weight_sync.plan.boxes import Boxes, Holders, distinct_boxes, holders
@@ -43,26 +44,34 @@ def make_plan(
 
     # Spread pairs (sorted by distinct destination box) over every destination shard that has that box.
     first = np.searchsorted(pair_dst, np.arange(len(dst.tensor) + 1))
-    count = (first[1:] - first[:-1])[dst.group]
+    count = (first[1:] - first[:-1]).take(dst.group)
     shard = np.repeat(np.arange(len(target.tensor)), count)
-    pair = np.arange(len(shard)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first[:-1][dst.group], count)
+    pair = np.arange(len(shard)) + np.repeat(first.take(dst.group) - (np.cumsum(count) - count), count)
     # An element of a made tensor goes with the source that holds the first element of its block.
-    block = source.catalog.block[target.tensor[shard]]
-    offset = -(-low[pair] // block)
-    shape = -(-(low[pair] + size[pair]) // block) - offset
-    _packed_whole(source, target, shard, pair_src[pair], held, low[pair], low[pair] + size[pair], block)
-    if len(empty := np.flatnonzero((shape < 1).any(axis=1))):
-        keep = np.setdiff1d(np.arange(len(shard)), empty)
-        shard, pair, block, offset, shape = shard[keep], pair[keep], block[keep], offset[keep], shape[keep]
+    tensor = target.tensor.take(shard)
+    begin, end, block = low.take(pair, axis=0), (low + size).take(pair, axis=0), source.catalog.block.take(tensor, axis=0)
+    offset = -(-begin // block)
+    shape = -(-end // block) - offset
+    box = pair_src.take(pair)
+    _packed_whole(source, target, shard, box, held, begin, end, block)
+    if not (full := every(shape > 0)).all():
+        keep = np.flatnonzero(full)
+        shard, pair, tensor, box = (column[keep] for column in (shard, pair, tensor, box))
+        begin, end, block, offset, shape = (column.take(keep, axis=0) for column in (begin, end, block, offset, shape))
 
     hosts = _hosts(source_hosts, source.world, "trainer"), _hosts(target_hosts, target.world, "rollout")
-    nbytes = shape.prod(axis=1) * _itemsizes(target)[target.param[shard]]
-    leads = source.catalog.leads[target.tensor[shard]]
-    cells = Cells(low[pair], low[pair] + size[pair], offset, offset + shape, block)
-    row = choose_together(source, target.rank[shard], pair_src[pair], pair, leads, cells, held, nbytes, *hosts, avoid=avoid)
+    param = target.param.take(shard)
+    nbytes = product(shape) * target.columns.of_kind(lambda p: ITEMSIZE[p.dtype]).take(param)
+    leads = source.catalog.leads.take(tensor)
+    cells = Cells(begin, end, offset, offset + shape, block)
+    rank = target.param_rank.take(param)
+    row = choose_together(source, rank, box, pair, leads, cells, held, nbytes, *hosts, avoid=avoid)
+    del wanted, dst, full, pair, box, begin, end, nbytes, leads, cells, rank  # a fifth of the peak, and no longer needed
 
-    order = np.lexsort((target.start[shard], target.param[shard], source.rank[row]))
-    shard, row, block, offset, shape = shard[order], row[order], block[order], offset[order], shape[order]
+    order = by_rank(source.rank.take(row), param, target.start.take(shard), source.world)
+    shard, row, tensor, param = (column.take(order) for column in (shard, row, tensor, param))
+    block, offset, shape = (column.take(order, axis=0) for column in (block, offset, shape))
+    from_strides, to_strides = source.strides.take(row, axis=0), target.strides.take(shard, axis=0)
     return Plan(
         catalog=source.catalog,
         source_params=source.params,
@@ -71,29 +80,40 @@ def make_plan(
         target_world=target.world,
         source_hosts=tuple(hosts[0]),
         target_hosts=tuple(hosts[1]),
-        tensor=target.tensor[shard],
+        tensor=tensor,
         offset=offset,
         shape=shape,
-        source=source.param[row],
-        source_start=source.start[row] + ((offset * block - source.offset[row]) * source.strides[row]).sum(axis=1),
-        source_strides=source.strides[row] * block,
-        target=target.param[shard],
-        target_start=target.start[shard] + ((offset - target.offset[shard]) * target.strides[shard]).sum(axis=1),
-        target_strides=target.strides[shard],
+        source=source.param.take(row),
+        source_start=source.start.take(row) + total((offset * block - source.offset.take(row, axis=0)) * from_strides),
+        source_strides=from_strides * block,
+        target=param,
+        target_start=target.start.take(shard) + total((offset - target.offset.take(shard, axis=0)) * to_strides),
+        target_strides=to_strides,
     )
+
+
+def by_rank(rank: Ints, param: Ints, start: Ints, world: int) -> Ints:
+    """np.lexsort((start, param, rank)). Resolved layouts come sorted by (param, start); what is left are few, small numbers."""
+    same = param[1:] == param[:-1]
+    if ((param[1:] > param[:-1]) | (same & (start[1:] >= start[:-1]))).all():
+        small = rank.astype(np.uint16) if world <= 1 << 16 else rank  # numpy has a radix sort of 16 bits
+        return np.argsort(small, kind="stable")
+    return np.lexsort((start, param, rank))
 
 
 def _packed_whole(
     source: Layout, target: Layout, shard: Ints, box: Ints, held: Holders, low: Ints, high: Ints, block: Ints
 ) -> None:
     """Raise PlanError where the trainer's cut runs through values that are packed in one element, which one rank makes."""
-    catalog, tensor = source.catalog, target.tensor[shard]
-    end = catalog.shapes[catalog.base[tensor]]
-    cut = ((low % block != 0) | ((high % block != 0) & (high != end))).any(axis=1) & catalog.leads[tensor]
+    catalog, tensor = source.catalog, target.tensor.take(shard)
+    packed = np.flatnonzero(some(block > 1) & catalog.leads.take(tensor))
+    step, a, b = (column.take(packed, axis=0) for column in (block, low, high))
+    end = catalog.shapes.take(catalog.base.take(tensor.take(packed)), axis=0)
+    wrong = packed[some((a % step != 0) | ((b % step != 0) & (b != end)))].tolist()
     said = dict.fromkeys(
         f"{catalog.name(int(tensor[i]))}: rank {int(source.rank[held.rows[held.first[box[i]]]])} holds {low[i].tolist()} to "
         f"{high[i].tolist()} of {catalog.name(int(catalog.base[tensor[i]]))}, of which {block[i].tolist()} are one element"
-        for i in np.flatnonzero(cut).tolist()
+        for i in wrong
     )
     if said:
         raise PlanError(
@@ -107,11 +127,10 @@ def weights_of(target: Layout) -> Layout:
     catalog = target.catalog
     if not catalog.scheme:
         return target
-    block, tensor = catalog.block[target.tensor], catalog.base[target.tensor]
+    block, tensor = catalog.block.take(target.tensor, axis=0), catalog.base.take(target.tensor)
     offset = target.offset * block
-    return replace(
-        target, tensor=tensor, offset=offset, shape=np.minimum(target.shape * block, catalog.shapes[tensor] - offset)
-    )
+    shape = np.minimum(target.shape * block, catalog.shapes.take(tensor, axis=0) - offset)
+    return replace(target, tensor=tensor, offset=offset, shape=shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +146,10 @@ class Cells:
 
     def speak_of(self, scales: Ints, values: Ints) -> Bools:
         """Whether a transfer of values (one for each of scales) has a share in every block that the scales are of."""
-        block = self.block[scales]
-        begins: Bools = self.low[values] // block <= self.first[scales]
-        ends: Bools = -(-self.high[values] // block) >= self.last[scales]
-        return np.logical_and.reduce(begins & ends, axis=1)
+        block = self.block.take(scales, axis=0)
+        begins: Bools = self.low.take(values, axis=0) // block <= self.first.take(scales, axis=0)
+        ends: Bools = -(-self.high.take(values, axis=0) // block) >= self.last.take(scales, axis=0)
+        return every(begins & ends)
 
 
 def choose_together(
@@ -182,10 +201,6 @@ def choose_together(
     return row
 
 
-def _itemsizes(layout: Layout) -> Ints:
-    return np.fromiter((ITEMSIZE[p.dtype] for p in layout.params), np.int64, len(layout.params))
-
-
 def _hosts(hosts: Sequence[str], world: int, side: str) -> list[str]:
     if hosts and len(hosts) != world:
         raise PlanError(f"{side} hosts: {len(hosts)} given for {world} ranks")
@@ -199,16 +214,16 @@ def _legal_dtypes(source: Layout, target: Layout) -> None:
     from the HF tensor's dtype: by the rollout's rule, where the trainer holds the HF dtype, or by the trainer's, where the
     rollout does. Nothing is guessed, and no value goes through two casts.
     """
-    kinds = sorted({(p.dtype, p.cast_from) for layout in (source, target) for p in layout.params if not p.part})
+    kinds = sorted({(p.dtype, p.cast_from) for layout in (source, target) for p in layout.columns.kinds if not p.part})
     _legal_weights(source)
     if len({dtype for dtype, _ in kinds}) < 2:
         return
     index = {kind: i for i, kind in enumerate(kinds)}
     held = np.zeros((2, len(kinds), len(source.catalog)), np.bool_)
     for side, layout in enumerate((source, target)):
-        kind = np.fromiter((index.get((p.dtype, p.cast_from), -1) for p in layout.params), np.int64, len(layout.params))
-        plain = np.flatnonzero(kind[layout.param] >= 0)
-        held[side, kind[layout.param[plain]], layout.tensor[plain]] = True
+        kind = layout.columns.of_kind(lambda p: index.get((p.dtype, p.cast_from), -1)).take(layout.param)
+        plain = np.flatnonzero(kind >= 0)
+        held[side, kind.take(plain), layout.tensor.take(plain)] = True
     legal = np.asarray([[_legal(a, b) for b in kinds] for a in kinds], np.bool_)
     here, there = held
     dtypes = sorted({dtype for dtype, _ in kinds})
@@ -262,19 +277,19 @@ def join(src: Boxes, dst: Boxes) -> tuple[Ints, Ints, Ints, Ints]:
     count = np.searchsorted(src.tensor, dst.tensor, "right") - low
     pair_dst = np.repeat(np.arange(len(dst.tensor)), count)
     pair_src = np.arange(len(pair_dst)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(low, count)
-    begin = np.maximum(src.offset[pair_src], dst.offset[pair_dst])
+    begin = np.maximum(src.offset.take(pair_src, axis=0), dst.offset.take(pair_dst, axis=0))
     end = np.minimum(
-        src.offset[pair_src] + src.shape[pair_src],
-        dst.offset[pair_dst] + dst.shape[pair_dst],
+        (src.offset + src.shape).take(pair_src, axis=0),
+        (dst.offset + dst.shape).take(pair_dst, axis=0),
     )
-    keep = (end > begin).all(axis=1)
-    return pair_dst[keep], pair_src[keep], begin[keep], (end - begin)[keep]
+    keep = np.flatnonzero(every(end > begin))
+    return pair_dst[keep], pair_src[keep], begin.take(keep, axis=0), (end - begin).take(keep, axis=0)
 
 
 def _covered(target: Layout, dst: Boxes, pair_dst: Ints, size: Ints) -> None:
     """Every destination box must be filled exactly by its overlaps (source boxes are disjoint by now)."""
-    have = np.bincount(pair_dst, weights=size.prod(axis=1), minlength=len(dst.tensor)).astype(np.int64)
-    want = dst.shape.prod(axis=1)
+    have = np.bincount(pair_dst, weights=product(size), minlength=len(dst.tensor)).astype(np.int64)
+    want = product(dst.shape)
     wrong = np.flatnonzero(have != want)
     if not len(wrong):
         return
@@ -309,41 +324,40 @@ def choose(
     Transfers whose box has the same holders (and, where hosts are known, the same destination host) share a heap of (bytes so
     far, rank, place among the holders). Loads only grow, so an entry that is out of date is corrected when it comes up.
     """
-    row = held.rows[held.first[box]]
-    count = held.first[box + 1] - held.first[box]
+    begin = held.first.take(box)
+    row = held.rows.take(begin)
+    alone = np.diff(held.first).take(box) == 1
     source_rank = source.rank
-    alone = count == 1
-    fixed: list[float] = np.bincount(source_rank[row][alone], weights=nbytes[alone], minlength=source.world).tolist()
+    fixed: list[float] = np.bincount(source_rank[row[alone]], weights=nbytes[alone], minlength=source.world).tolist()
     load = [int(n) + before for n, before in zip(fixed, load or [0] * source.world, strict=True)]
     open_ = np.flatnonzero(~alone)
-    open_ = open_[np.lexsort((open_, -nbytes[open_]))]
+    open_ = open_[np.argsort(-nbytes[open_], kind="stable")]
     ranks: list[int] = source_rank[held.rows].tolist()
-    rows: list[int] = held.rows.tolist()
     firsts: list[int] = held.first.tolist()
-    heaps: dict[tuple[tuple[int, ...], str], list[tuple[int, int, int]]] = {}
-    heap_of: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
-    chosen: list[int] = []
-    boxes_: list[int] = box[open_].tolist()
-    sizes: list[int] = nbytes[open_].tolist()
-    hosts: list[str] = [target_hosts[t] for t in target_rank[open_].tolist()]
-    for b, n, host in zip(boxes_, sizes, hosts, strict=True):
-        heap = heap_of.get((b, host))
+    # Hosts that no trainer rank is on are all alike: nobody is near.
+    near = sorted(set(source_hosts) & set(target_hosts) - {""})
+    host = np.asarray([near.index(name) + 1 if name in near else 0 for name in target_hosts], np.int64)[target_rank[open_]]
+    pairs, which = np.unique(box[open_] * (len(near) + 1) + host, return_inverse=True)
+    heaps: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = {}
+    heap_of: list[list[tuple[int, int, int]]] = []  # of every pair; as loads only grow, it matters not when one is made
+    for b, h in zip(*(column.tolist() for column in np.divmod(pairs, len(near) + 1)), strict=True):
+        who = tuple(ranks[firsts[b] : firsts[b + 1]])
+        heap = heaps.get((who, h))
         if heap is None:
-            who = tuple(ranks[firsts[b] : firsts[b + 1]])
-            heap = heaps.get((who, host))
-            if heap is None:
-                options = [(load[r], r, i) for i, r in enumerate(who)]
-                options = [option for option in options if option[1] not in avoid] or options
-                near = [option for option in options if host and source_hosts[option[1]] == host]
-                heap = heaps[who, host] = near or options
-                heapify(heap)
-            heap_of[b, host] = heap
-        while heap[0][0] != load[heap[0][1]]:
-            _, rank, place = heap[0]
+            options = [(load[r], r, i) for i, r in enumerate(who)]
+            options = [option for option in options if option[1] not in avoid] or options
+            heap = heaps[who, h] = [o for o in options if h and source_hosts[o[1]] == near[h - 1]] or options
+            heapify(heap)
+        heap_of.append(heap)
+    chosen: list[int] = []
+    sizes: list[int] = nbytes[open_].tolist()
+    for heap, n in zip(map(heap_of.__getitem__, which.tolist()), sizes, strict=True):
+        had, rank, place = heap[0]
+        while had != load[rank]:
             heapreplace(heap, (load[rank], rank, place))
-        _, rank, place = heap[0]
-        load[rank] += n
-        heapreplace(heap, (load[rank], rank, place))
-        chosen.append(rows[firsts[b] + place])
-    row[open_] = chosen
+            had, rank, place = heap[0]
+        load[rank] = had + n
+        heapreplace(heap, (had + n, rank, place))
+        chosen.append(place)
+    row[open_] = held.rows.take(begin.take(open_) + np.asarray(chosen, np.int64))
     return row

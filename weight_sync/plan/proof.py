@@ -9,17 +9,19 @@ arrive, not just some elements. It runs on every plan, in tests and before every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from weight_sync.errors import PlanError, listed
 from weight_sync.ids import Side
-from weight_sync.layout.table import Ints, Layout, Param
+from weight_sync.layout.rowwise import every, product, some, total
+from weight_sync.layout.table import Ints, Layout
 from weight_sync.layout.values import CASTS, legal_casts
 from weight_sync.plan.complete import know_magnitudes, one_cut, scales_of_all_values
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.tiling import disjoint, fills, inside
+from weight_sync.plan.twins import Twins, twins
 
 
 def prove_exact_once(
@@ -33,13 +35,16 @@ def prove_exact_once(
     """
     _well_formed(plan)
     _dtypes(plan)
-    _tiled(plan)
-    _used(plan, dropped)
-    _whole_sets(plan)
+    alike = twins(plan)
+    _tiled(plan, alike)
+    _used(plan, dropped, alike.models)
+    _whole_sets(plan, alike)
     if source is not None:
-        _as_laid_out(plan, Side.TRAINER, source)
+        _of_layout(plan, Side.TRAINER, source)
+        _as_laid_out(plan, Side.TRAINER, source, alike.reads)
     if target is not None:
-        _as_laid_out(plan, Side.ROLLOUT, target)
+        _of_layout(plan, Side.ROLLOUT, target)
+        _as_laid_out(plan, Side.ROLLOUT, target, alike.laid_out_apart(target))
 
 
 def _refuse(problems: Iterable[str]) -> None:
@@ -68,41 +73,40 @@ def _well_formed(plan: Plan) -> None:
         (Side.TRAINER, plan.source_world, plan.source_params),
         (Side.ROLLOUT, plan.target_world, plan.target_params),
     ):
-        _refuse(f"{side} rank {p.rank}, {p.name}: the world has {world}" for p in params if not 0 <= p.rank < world)
+        rank = (plan.source_columns if side is Side.TRAINER else plan.target_columns).rank
+        strays: list[int] = np.flatnonzero((rank < 0) | (rank >= world)).tolist()
+        _refuse(f"{side} rank {params[i].rank}, {params[i].name}: the world has {world}" for i in strays)
     end = plan.offset + plan.shape
-    out = ((plan.shape < 1) | (plan.offset < 0) | (end > plan.catalog.shapes[plan.tensor])).any(axis=1)
+    out = some((plan.shape < 1) | (plan.offset < 0) | (end > plan.catalog.shapes.take(plan.tensor, axis=0)))
     _refuse(
         f"{_where(plan, i)}: box at {plan.offset[i].tolist()} of shape {plan.shape[i].tolist()} "
         f"is empty or outside the tensor, shape {plan.catalog.shapes[plan.tensor[i]].tolist()}"
         for i in np.flatnonzero(out).tolist()
     )
-    stray = ~inside(_numel(plan.source_params)[plan.source], plan.source_start, plan.source_strides, plan.shape)
+    numel = plan.source_columns.of_kind(lambda p: p.numel)
+    stray = ~inside(numel.take(plan.source), plan.source_start, plan.source_strides, plan.shape)
     _refuse(f"{_where(plan, i)}: reads outside the source parameter" for i in np.flatnonzero(stray).tolist())
 
 
 def _dtypes(plan: Plan) -> None:
     """Bytes keep their dtype, but for casts that one side declares from the HF tensor's dtype, which the other side holds."""
-    names = sorted({p.dtype for params in (plan.source_params, plan.target_params) for p in params})
+    here, there = plan.source_columns, plan.target_columns
+    names = sorted({p.dtype for p in (*here.kinds, *there.kinds)})
     index = {name: i for i, name in enumerate(names)}
-    a, b = (
-        np.fromiter((index[p.dtype] for p in params), np.int64, len(params))[column]
-        for params, column in ((plan.source_params, plan.source), (plan.target_params, plan.target))
-    )
+    a, b = (side.of_kind(lambda p: index[p.dtype]).take(column) for side, column in ((here, plan.source), (there, plan.target)))
     problems: list[str] = []
     catalog = plan.catalog
-    made = catalog.is_made[plan.tensor]
+    made = catalog.is_made.take(plan.tensor)
     rows = np.flatnonzero(plan.made)
     if len(rows):  # rows of one pattern and one kind of parameter are alike
-        kinds = {kind: n for n, kind in enumerate(sorted({(p.dtype, p.part) for p in plan.target_params}))}
-        kind = np.fromiter((kinds[p.dtype, p.part] for p in plan.target_params), np.int64)[plan.target[rows]]
-        pattern = np.searchsorted(np.asarray(catalog.first, np.int64), plan.tensor[rows], "right") - 1
-        _, first, group = np.unique(pattern * len(kinds) + kind, return_index=True, return_inverse=True)
-        wrong = ~made[rows]
-        for n, i in enumerate(rows[first].tolist()):
-            want, recipe = plan.target_params[int(plan.target[i])], catalog.pattern_of(int(plan.tensor[i])).made
-            if recipe is None or (want.dtype, want.part) != (recipe.dtype, recipe.part):
-                wrong |= group == n
-        for i in rows[wrong].tolist():
+        pattern = np.repeat(np.arange(len(catalog.patterns)), [p.count for p in catalog.patterns])
+        which = pattern.take(plan.tensor.take(rows)) * len(there.kinds) + there.kind.take(plan.target.take(rows))
+        wrong_kind = np.zeros(len(catalog.patterns) * len(there.kinds), np.bool_)
+        present: list[int] = np.flatnonzero(np.bincount(which, minlength=len(wrong_kind))).tolist()
+        for n in present:
+            recipe, want = catalog.patterns[n // len(there.kinds)].made, there.kinds[n % len(there.kinds)]
+            wrong_kind[n] = recipe is None or (want.dtype, want.part) != (recipe.dtype, recipe.part)
+        for i in rows[wrong_kind.take(which) | ~made.take(rows)].tolist():
             want = plan.target_params[int(plan.target[i])]
             problems.append(f"{_where(plan, i)}: would be written as {want.part} of {want.dtype}, which it does not become")
     problems += [
@@ -120,56 +124,65 @@ def _dtypes(plan: Plan) -> None:
     _refuse(problems)
 
 
-def _tiled(plan: Plan) -> None:
+def _tiled(plan: Plan, alike: Twins) -> None:
     """The transfers of every destination parameter are disjoint, inside it, and as many elements as it needs."""
-    written = np.bincount(plan.target, weights=plan.shape.prod(axis=1), minlength=len(plan.target_params)).astype(np.int64)
-    filling = np.fromiter((p.filling for p in plan.target_params), np.int64, len(plan.target_params))
-    want = _numel(plan.target_params) - filling
+    # Counted for every parameter of every rank; whether they are disjoint, for one of twins.
+    written = np.bincount(plan.target, weights=product(plan.shape), minlength=len(plan.target_params)).astype(np.int64)
+    want = plan.target_columns.of_kind(lambda p: p.numel - p.filling)
     problems: list[str] = []
     wrong: list[int] = np.flatnonzero(written != want).tolist()
     for i in wrong:
         p = plan.target_params[i]
         problems.append(f"rollout rank {p.rank}, {p.name}: {int(written[i])} elements are written, {int(want[i])} are needed")
     _refuse(problems)
-    order = np.lexsort((plan.target_start, plan.target))
-    first = np.searchsorted(plan.target[order], np.arange(len(plan.target_params) + 1))
-    columns = (plan.target_start[order], plan.target_strides[order], plan.shape[order])
-    for i in _unlike(plan.target_params, first, columns):
+    order = alike.models  # by parameter and start
+    params = np.flatnonzero(alike.params_of_models())
+    ends = np.append(params, len(plan.target_params))
+    first = np.searchsorted(plan.target.take(order), ends)
+    shapes: dict[tuple[int, ...], int] = {}
+    shape_of = plan.target_columns.of_kind(lambda p: shapes.setdefault(p.shape, len(shapes))).take(params)
+    columns = (plan.target_start.take(order), plan.target_strides.take(order, axis=0), plan.shape.take(order, axis=0))
+    for i in _unlike(shape_of, first, columns):
         rows = slice(int(first[i]), int(first[i + 1]))
-        p = plan.target_params[i]
+        p = plan.target_params[int(params[i])]
         if not disjoint(p.shape, *(column[rows] for column in columns)):
             names = sorted({plan.catalog.name(t) for t in plan.tensor[order[rows]].tolist()})
             problems.append(f"rollout rank {p.rank}, {p.name}: transfers of {listed(names)} overlap or leave the parameter")
     _refuse(problems)
 
 
-def _unlike(params: Sequence[Param], first: Ints, columns: tuple[Ints, Ints, Ints]) -> Iterator[int]:
-    """Parameters whose tilings are to be proved: of those that are exactly alike (layers, replicas) only one."""
+def _unlike(shape_of: Ints, first: Ints, columns: tuple[Ints, Ints, Ints]) -> Iterator[int]:
+    """Parameters whose tilings are to be proved: of those that are exactly alike (layers, experts) only one.
+
+    shape_of: a number for the shape of each. first: where the transfers of each begin in `columns`.
+    """
     count = first[1:] - first[:-1]
-    shapes: dict[tuple[int, ...], int] = {}
-    shape_of = np.fromiter((shapes.setdefault(p.shape, len(shapes)) for p in params), np.int64, len(params))
     # A cheap fingerprint finds likely equals; whether they are equal is then checked entry by entry.
     start, strides, shape = columns
     weights = 2 * np.arange(strides.shape[1], dtype=np.int64) + 3
-    mixed: Ints = start * 31 + strides @ weights + shape @ weights * 17
+    mixed = start * 31 + total(strides * weights) + total(shape * weights) * 17
     sums = np.append(0, np.cumsum(mixed))
     key = np.stack([shape_of, count, sums[first[1:]] - sums[first[:-1]]], axis=1)
     _, model, group = np.unique(key, axis=0, return_index=True, return_inverse=True)
     model_of = model[group.ravel()]
-    at = np.repeat(np.arange(len(params)), count)
-    twin = first[model_of][at] + np.arange(len(at)) - first[at]
-    alike = (start == start[twin]) & (strides == strides[twin]).all(axis=1) & (shape == shape[twin]).all(axis=1)
-    differs = np.bincount(at[~alike], minlength=len(params)) > 0
-    yield from np.flatnonzero((differs | (model_of == np.arange(len(params)))) & (count > 0)).tolist()
+    at = np.repeat(np.arange(len(shape_of)), count)
+    twin = first[model_of].take(at) + np.arange(len(at)) - first.take(at)
+    same = [column == column.take(twin, axis=0) for column in columns]
+    alike = same[0] & every(same[1]) & every(same[2])
+    differs = np.bincount(at[~alike], minlength=len(shape_of)) > 0
+    yield from np.flatnonzero((differs | (model_of == np.arange(len(shape_of)))) & (count > 0)).tolist()
 
 
-def _used(plan: Plan, dropped: Iterable[str]) -> None:
-    """Every element of every HF tensor goes somewhere, except of tensors that the rollout drops."""
-    whole: Ints = plan.catalog.shapes.prod(axis=1)
+def _used(plan: Plan, dropped: Iterable[str], sent: Ints) -> None:
+    """Every element of every HF tensor goes somewhere, except of tensors that the rollout drops.
+
+    sent: transfers that all others repeat.
+    """
+    whole = product(plan.catalog.shapes)
     used = np.zeros(len(plan.catalog), np.int64)
-    order = np.argsort(plan.tensor, kind="stable")
-    tensor = plan.tensor[order]
-    volume = plan.shape[order].prod(axis=1)
+    order = sent.take(np.argsort(plan.tensor.take(sent), kind="stable"))
+    tensor = plan.tensor.take(order)
+    volume = product(plan.shape.take(order, axis=0))
     first = np.searchsorted(tensor, np.arange(len(plan.catalog) + 1))
     present = np.flatnonzero(first[1:] > first[:-1])
     if len(present):
@@ -201,76 +214,79 @@ def _used(plan: Plan, dropped: Iterable[str]) -> None:
         raise PlanError(f"HF tensors that no transfer uses and no rule drops: {listed(map(plan.catalog.name, unused))}")
 
 
-def _whole_sets(plan: Plan) -> None:
+def _whole_sets(plan: Plan, alike: Twins) -> None:
     """Whoever gets some of what a weight becomes, gets all of it: values for all its scales, scales for all its values."""
-    rows = np.flatnonzero(plan.made)
+    rows = alike.models[plan.made.take(alike.models)]
     if not len(rows):
         return
     catalog = plan.catalog
-    tensor, block = plan.tensor[rows], catalog.block[plan.tensor[rows]]
-    base = catalog.base[tensor]
-    end = np.minimum((plan.offset[rows] + plan.shape[rows]) * block, catalog.shapes[base])
-    covered = (end - plan.offset[rows] * block).prod(axis=1)
-    keys, group = np.unique(plan.target_rank[rows] * len(catalog) + base, return_inverse=True)
-    parts = sorted({p.part for p in plan.target_params if p.part})
-    part_of = np.fromiter((parts.index(p.part) if p.part else -1 for p in plan.target_params), np.int64)[plan.target[rows]]
-    total = np.zeros((len(keys), len(parts)), np.int64)
-    np.add.at(total, (group, part_of), covered)
-    values = total[:, parts.index("values")] if "values" in parts else np.zeros(len(keys), np.int64)
+    tensor, offset, shape = plan.tensor.take(rows), plan.offset.take(rows, axis=0), plan.shape.take(rows, axis=0)
+    block, base = catalog.block.take(tensor, axis=0), catalog.base.take(tensor)
+    end = np.minimum((offset + shape) * block, catalog.shapes.take(base, axis=0))
+    covered = product(end - offset * block)
+    keys, group = np.unique(plan.target_rank.take(rows) * len(catalog) + base, return_inverse=True)
+    parts = sorted({p.part for p in plan.target_columns.kinds if p.part})
+    part_of = plan.target_columns.of_kind(lambda p: parts.index(p.part) if p.part else -1).take(plan.target.take(rows))
+    counted = np.zeros((len(keys), len(parts)), np.int64)
+    np.add.at(counted, (group, part_of), covered)
+    values = counted[:, parts.index("values")] if "values" in parts else np.zeros(len(keys), np.int64)
     # Scales over a whole dim speak for elements that other ranks hold, so they may cover more than the values here.
-    for i in np.flatnonzero((values == 0) | (total < values[:, None]).any(axis=1)).tolist():
+    for i in np.flatnonzero((values == 0) | (counted < values[:, None]).any(axis=1)).tolist():
         rank, weight = divmod(int(keys[i]), len(catalog))
-        said = ", ".join(f"{part} for {int(n)}" for part, n in zip(parts, total[i], strict=True))
+        said = ", ".join(f"{part} for {int(n)}" for part, n in zip(parts, counted[i], strict=True))
         raise PlanError(f"not exact-once: rollout rank {rank} would get an incomplete {catalog.name(weight)}: {said} elements")
-    scales_of_all_values(plan)
-    know_magnitudes(plan)
-    one_cut(plan)
+    scales_of_all_values(plan, alike.models)
+    know_magnitudes(plan, alike.reads)
+    one_cut(plan, alike.models)
 
 
-def _as_laid_out(plan: Plan, side: Side, layout: Layout) -> None:
-    """Each transfer's map into one side's parameter is that of a shard of the layout, which holds the transfer's box."""
+def _of_layout(plan: Plan, side: Side, layout: Layout) -> None:
+    """The plan was made for a layout with these parameters, world and tensors."""
     trainer = side is Side.TRAINER
     params, world = (plan.source_params, plan.source_world) if trainer else (plan.target_params, plan.target_world)
     if (params is not layout.params and params != layout.params) or world != layout.world:
         raise PlanError(f"the plan was not made for this {side} layout: their parameters differ")
     if plan.catalog.digest != layout.catalog.digest:
         raise PlanError(f"the plan was not made for this {side} layout: it is of another model")
+
+
+def _as_laid_out(plan: Plan, side: Side, layout: Layout, transfers: Ints) -> None:
+    """Each transfer's map into one side's parameter is that of a shard of the layout, which holds the transfer's box."""
+    trainer, catalog = side is Side.TRAINER, plan.catalog
     param, start, strides = (
         (plan.source, plan.source_start, plan.source_strides)
         if trainer
         else (plan.target, plan.target_start, plan.target_strides)
     )
-    size = len(plan.catalog)
-    tensor, offset, scale = plan.tensor, plan.offset, np.ones_like(plan.offset)
-    shape = plan.shape
+    param, start, strides = param.take(transfers), start.take(transfers), strides.take(transfers, axis=0)
+    tensor, offset, shape = (column.take(transfers, axis=0) for column in (plan.tensor, plan.offset, plan.shape))
+    scale, single = np.ones_like(offset), shape == 1
     if trainer:  # which holds weights, not what they become
-        scale = plan.catalog.block[tensor]
-        tensor, offset = plan.catalog.base[tensor], offset * scale
+        values = plan.made.take(transfers) & catalog.leads.take(tensor)
+        scale, tensor = catalog.block.take(tensor, axis=0), catalog.base.take(tensor)
+        offset = offset * scale
         # Of values every element is read, of all else the first one of the last block: its magnitude may be of other ranks too.
-        values = (plan.made & plan.catalog.leads[plan.tensor])[:, None]
-        whole = np.minimum(offset + shape * scale, plan.catalog.shapes[tensor]) - offset
-        shape = np.where(values, whole, (shape - 1) * scale + 1)
-    key = layout.param * size + layout.tensor
+        whole = np.minimum(offset + shape * scale, catalog.shapes.take(tensor, axis=0)) - offset
+        shape = np.where(values[:, None], whole, (shape - 1) * scale + 1)
+    key = layout.param * len(catalog) + layout.tensor
     order = np.argsort(key, kind="stable")
-    wanted = param * size + tensor
-    at = np.searchsorted(key[order], wanted)
-    end = np.searchsorted(key[order], wanted, "right")
-    rows = np.arange(len(plan))
-    while len(rows := rows[at[rows] < end[rows]]):  # a parameter may hold several boxes of one tensor: try each
-        shard = order[at[rows]]
-        within = offset[rows] - layout.offset[shard]
-        fits = (within >= 0).all(axis=1) & (within + shape[rows] <= layout.shape[shard]).all(axis=1)
-        fits &= start[rows] == layout.start[shard] + (within * layout.strides[shard]).sum(axis=1)
-        fits &= ((strides[rows] == layout.strides[shard] * scale[rows]) | (plan.shape[rows] == 1)).all(axis=1)
+    keys = key.take(order)
+    wanted = param * len(catalog) + tensor
+    at = np.searchsorted(keys, wanted)
+    end = np.searchsorted(keys, wanted, "right")
+    rows = np.arange(len(transfers))
+    while len(rows := rows[at.take(rows) < end.take(rows)]):  # a parameter may hold several boxes of one tensor: try each
+        shard = order.take(at.take(rows))
+        steps = layout.strides.take(shard, axis=0)
+        within = offset.take(rows, axis=0) - layout.offset.take(shard, axis=0)
+        fits = every((within >= 0) & (within + shape.take(rows, axis=0) <= layout.shape.take(shard, axis=0)))
+        fits &= start.take(rows) == layout.start.take(shard) + total(within * steps)
+        fits &= every((strides.take(rows, axis=0) == steps * scale.take(rows, axis=0)) | single.take(rows, axis=0))
         end[rows[fits]] = -1  # found
         at[rows] += 1
     verb = "reads" if trainer else "writes"
-    lost = np.flatnonzero(end >= 0).tolist()
+    lost = np.sort(transfers[end >= 0]).tolist()
     _refuse(f"{_where(plan, i)}: {verb} elements that the {side} layout does not have there" for i in lost)
-
-
-def _numel(params: Sequence[Param]) -> Ints:
-    return np.fromiter((p.numel for p in params), np.int64, len(params))
 
 
 def _where(plan: Plan, row: int) -> str:

@@ -15,17 +15,22 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from weight_sync.layout.rowwise import product, total
 from weight_sync.layout.table import Ints
 from weight_sync.layout.values import cast_text
 from weight_sync.plan.pieces import Piece, Pieces, cut, staged
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.runs import inner_elements
 from weight_sync.plan.straddle import KEPT_FROM, Straddles, straddles_of
+
+if TYPE_CHECKING:
+    from weight_sync.plan.waves import Waves
 
 Floats = NDArray[np.float64]
 
@@ -66,18 +71,29 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """method: of every transfer of the plan. pieces: of all that are not DIRECT."""
+    """method: of every transfer of the plan. pieces: of all that are not DIRECT.
+
+    beside, parts: where engines' own loaders take HF tensors (plan/waves.py), when each travels, and each wave's own schedule;
+    rounds of pieces are then counted through all waves.
+    """
 
     plan: Plan
     method: Ints
     pieces: Pieces
     costs: CostModel
     budget: Budget
+    beside: Waves | None = None
+    parts: tuple[Schedule, ...] = ()
+
+    @property
+    def waves(self) -> tuple[Schedule, ...]:
+        """What is written one after the other: all at once, or wave by wave."""
+        return self.parts or (self,)
 
     @property
     def rounds(self) -> int:
-        """Staging rounds; round 0 also carries everything that is not staged."""
-        return 1 + int(self.pieces.round.max(initial=0))
+        """Staging rounds; round 0 (of each wave) also carries everything that is not staged."""
+        return sum(part.rounds for part in self.parts) if self.parts else 1 + int(self.pieces.round.max(initial=0))
 
     @cached_property
     def unpacked(self) -> dict[int, list[Piece]]:
@@ -91,7 +107,11 @@ class Schedule:
     @cached_property
     def stage_bytes(self) -> dict[int, int]:
         """Staging bytes needed by each rollout rank that unpacks."""
-        return {rank: max(p.stage + p.nbytes for p in pieces) for rank, pieces in self.unpacked.items()}
+        late = np.flatnonzero(np.isin(self.pieces.method, (Method.UNPACK, Method.BOTH)))
+        rank = self.plan.target_rank.take(self.pieces.row.take(late))
+        most = np.zeros(self.plan.target_world, np.int64)
+        np.maximum.at(most, rank, (self.pieces.stage + self.pieces.nbytes).take(late))
+        return {rank: int(most[rank]) for rank in dict.fromkeys(rank.tolist())}
 
     @cached_property
     def straddles(self) -> Straddles:
@@ -105,6 +125,8 @@ class Schedule:
         hasher.update(np.ascontiguousarray(self.method, "<i8").data)
         pieces = self.pieces
         for column in (pieces.row, pieces.method, pieces.at, pieces.shape, pieces.round, pieces.stage):
+            hasher.update(np.ascontiguousarray(column, "<i8").data)
+        for column in () if self.beside is None else (self.beside.wave, self.beside.first):
             hasher.update(np.ascontiguousarray(column, "<i8").data)
         return hasher.hexdigest()
 
@@ -137,27 +159,39 @@ class Schedule:
 def make_schedule(plan: Plan, costs: CostModel | None = None, budget: Budget | None = None) -> Schedule:
     """Choose a method for every transfer and lay out the staging rounds. Deterministic."""
     costs, budget = costs or CostModel(), budget or Budget()
-    inner = inner_elements(plan.shape, plan.source_strides, plan.target_strides)
-    volume = plan.shape.prod(axis=1)
-    source_whole = inner_elements(plan.shape, plan.source_strides) == volume
-    target_whole = inner_elements(plan.shape, plan.target_strides) == volume
-    direct, packed = _seconds(plan.nbytes, volume // np.maximum(inner, 1), source_whole, target_whole, costs)
+    method = np.zeros(len(plan), np.int64)
+    for first in range(0, len(plan), _AT_ONCE):
+        few = slice(first, first + _AT_ONCE)
+        method[few] = _methods(plan, few, costs)
+    rows = _turns(plan, np.flatnonzero(method != Method.DIRECT))
+    sizes, itemsize = plan.shape.take(rows, axis=0), plan.itemsize.take(rows)
+    index, at, shape = cut(rows, sizes, itemsize, budget.piece, _steps(plan, rows, budget.piece))
+    row = rows.take(index)
+    nbytes = product(shape) * itemsize.take(index)
+    round_, stage = np.zeros_like(row), np.zeros_like(row)
+    late = np.flatnonzero(method.take(row) != Method.PACK)
+    round_[late], stage[late] = staged(plan.target_rank.take(row.take(late)), nbytes.take(late), budget.target)
+    order = np.argsort(row, kind="stable")  # the pieces of a row stay in row-major order
+    columns = (row, method.take(row), at, shape, nbytes, round_, stage)
+    pieces = Pieces(*(column.take(order, axis=0) for column in columns))
+    return Schedule(plan, method, pieces, costs, budget)
+
+
+_AT_ONCE = 1 << 17
+"""Transfers whose methods are chosen at once: few enough that what is computed on the way stays in the cache."""
+
+
+def _methods(plan: Plan, rows: slice, costs: CostModel) -> Ints:
+    shape, source, target = plan.shape[rows], plan.source_strides[rows], plan.target_strides[rows]
+    inner, volume = inner_elements(shape, source, target), product(shape)
+    source_whole, target_whole = inner_elements(shape, source) == volume, inner_elements(shape, target) == volume
+    direct, packed = _seconds(plan.nbytes[rows], volume // np.maximum(inner, 1), source_whole, target_whole, costs)
     method = np.select(
         [direct <= packed, target_whole, source_whole],
         [np.int64(Method.DIRECT), np.int64(Method.PACK), np.int64(Method.UNPACK)],
         np.int64(Method.BOTH),
     )
-    method = np.where(plan.computed, np.where(target_whole, np.int64(Method.PACK), np.int64(Method.BOTH)), method)
-    rows = _turns(plan, np.flatnonzero(method != Method.DIRECT))
-    index, at, shape = cut(rows, plan.shape[rows], plan.itemsize[rows], budget.piece, _steps(plan, rows, budget.piece))
-    row = rows[index]
-    nbytes = shape.prod(axis=1) * plan.itemsize[row]
-    round_, stage = np.zeros_like(row), np.zeros_like(row)
-    late = np.flatnonzero(method[row] != Method.PACK)
-    round_[late], stage[late] = staged(plan.target_rank[row[late]], nbytes[late], budget.target)
-    order = np.argsort(row, kind="stable")  # the pieces of a row stay in row-major order
-    columns = (row, method[row], at, shape, nbytes, round_, stage)
-    return Schedule(plan, method.astype(np.int64), Pieces(*(column[order] for column in columns)), costs, budget)
+    return np.where(plan.computed[rows], np.where(target_whole, np.int64(Method.PACK), np.int64(Method.BOTH)), method)
 
 
 def _turns(plan: Plan, rows: Ints) -> Ints:
@@ -168,20 +202,21 @@ def _turns(plan: Plan, rows: Ints) -> Ints:
     """
     if not len(rows):
         return rows
-    source, nbytes = plan.source_rank[rows], plan.nbytes[rows]
-    pair = source * plan.target_world + plan.target_rank[rows]
+    source, target, nbytes = plan.source_rank.take(rows), plan.target_rank.take(rows), plan.nbytes.take(rows)
+    pair = source * plan.target_world + target
     order = np.argsort(pair, kind="stable")
-    before = np.cumsum(nbytes[order]) - nbytes[order]
-    first = np.flatnonzero(np.append(True, np.diff(pair[order]) != 0))
+    before = np.cumsum(nbytes.take(order)) - nbytes.take(order)
+    first = np.flatnonzero(np.append(True, np.diff(pair.take(order)) != 0))
     sent = np.empty_like(before)
     sent[order] = before - np.repeat(before[first], np.diff(np.append(first, len(rows))))
     # Destinations begin with different senders, or all would wait for the same few. Which one follows from the boxes that a
     # destination receives, not from its rank: an engine that stays must not unpack in another order when another one leaves.
     weights = np.arange(31, 31 + plan.offset.shape[1], dtype=np.int64)
-    box: Ints = (plan.tensor + 1) * 1_000_003 + plan.offset @ weights
+    box: Ints = (plan.tensor + 1) * 1_000_003 + total(plan.offset * weights)
     first_sender = np.zeros(plan.target_world, np.int64)
     np.add.at(first_sender, plan.target_rank, box)
-    return rows[np.lexsort(((source - first_sender[plan.target_rank[rows]]) % plan.source_world, sent))]
+    turn: Ints = np.lexsort(((source - first_sender.take(target)) % plan.source_world, sent))
+    return rows.take(turn)
 
 
 def _seconds(nbytes: Ints, runs: Ints, source_whole: Ints, target_whole: Ints, costs: CostModel) -> tuple[Floats, Floats]:

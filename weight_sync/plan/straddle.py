@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_sync.errors import PlanError, listed
+from weight_sync.layout.rowwise import some
 from weight_sync.layout.table import Bools, Ints
 from weight_sync.plan.plan import Plan
 
@@ -58,17 +59,35 @@ class Regions:
 
 def regions_of(plan: Plan, rows: Ints) -> Regions:
     """The regions of these transfers (those of one trainer rank, say)."""
-    catalog = plan.catalog
-    rows = rows[plan.made[rows] & catalog.leads[plan.tensor[rows]]]
-    tensor = plan.tensor[rows]
-    base, block = catalog.base[tensor], catalog.block[tensor][:, :2]
-    shape = catalog.shapes[base][:, :2] if len(rows) else np.zeros((0, 2), np.int64)
-    low = plan.offset[rows][:, :2] * block
-    high = np.minimum((plan.offset[rows] + plan.shape[rows])[:, :2] * block, shape)
+    rows = _values(plan, rows)
+    base, shape, group, low, high = _boxes(plan, rows)
     key = np.column_stack([plan.source[rows], base, low, high])
     _, first = np.unique(key, axis=0, return_index=True)
-    group = catalog.group[tensor[first]][:, :2]
-    return Regions(plan.source[rows][first], base[first], low[first], high[first], rows[first], shape[first], group)
+    rows = rows[first]
+    return Regions(plan.source[rows], base[first], low[first], high[first], rows, shape[first], group[first])
+
+
+def _values(plan: Plan, rows: Ints) -> Ints:
+    """Those of the transfers that send values."""
+    return rows[plan.made.take(rows) & plan.catalog.leads.take(plan.tensor.take(rows))]
+
+
+def _boxes(plan: Plan, rows: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """(weight, its shape, its groups, first, one past the last element in each of two dims) that transfers of values send."""
+    catalog, tensor = plan.catalog, plan.tensor.take(rows)
+    base = catalog.base.take(tensor)
+    shape, block, group = (
+        column.take(of, axis=0)[:, :2] if len(rows) else np.zeros((0, 2), np.int64)
+        for column, of in ((catalog.shapes, base), (catalog.block, tensor), (catalog.group, tensor))
+    )
+    offset, size = (column.take(rows, axis=0)[:, :2] for column in (plan.offset, plan.shape))
+    return base, shape, group, offset * block, np.minimum((offset + size) * block, shape)
+
+
+def _cutting(plan: Plan, rows: Ints) -> Ints:
+    """Those of the transfers of values whose box has groups in part only."""
+    _, shape, group, low, high = _boxes(plan, rows)
+    return rows[some((low % group != 0) | ((high % group != 0) & (high != shape)))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,21 +111,31 @@ class Straddles:
 
 def cells_of_rank(plan: Plan, rank: int, whole: bool = False) -> Ints:
     """[n, 3]: the straddling groups that a trainer rank holds some of, as in Straddles.cells, sorted."""
-    regions = regions_of(plan, plan.rows_from(rank))
+    values = _values(plan, plan.rows_from(rank))
+    return _cells(plan, values, _cutting(plan, values), whole)
+
+
+def _cells(plan: Plan, values: Ints, cutting: Ints, whole: bool) -> Ints:
+    """cells_of_rank of the rank whose transfers of values these are; cutting: those of them that cut groups."""
+    regions = regions_of(plan, cutting)
     cells: list[NDArray[np.int64]] = [np.zeros((0, 3), np.int64)]
-    cut = ((regions.low % regions.group) != 0) | (((regions.high % regions.group) != 0) & (regions.high != regions.shape))
-    for i in np.flatnonzero(cut.any(axis=1)).tolist():
+    for i in range(len(regions)):
         at = np.argwhere(regions.open(i)) + regions.cells(i)[0]
         cells.append(np.column_stack([np.full(len(at), regions.base[i]), at]))
     if whole:
-        bases = np.unique(plan.catalog.sharer[regions.base])
+        bases = np.unique(plan.catalog.sharer[plan.catalog.base[plan.tensor[values]]])
         cells.append(np.column_stack([bases, np.full((len(bases), 2), -1)]))
     return np.unique(np.concatenate(cells), axis=0)
 
 
 def straddles_of(plan: Plan, whole: bool = False) -> Straddles:
     """whole: the scheme also needs the largest magnitude of every weight."""
-    found = [cells_of_rank(plan, rank, whole) for rank in range(plan.source_world)]
+    values = _values(plan, np.arange(len(plan)))
+    values = values.take(np.argsort(plan.source_rank.take(values), kind="stable"))
+    cutting = _cutting(plan, values)
+    ranks = np.arange(1, plan.source_world)
+    by_rank = (np.split(rows, np.searchsorted(plan.source_rank.take(rows), ranks)) for rows in (values, cutting))
+    found = [_cells(plan, mine, cut, whole) for mine, cut in zip(*by_rank, strict=True)]
     every = np.unique(np.concatenate(found), axis=0)
     place = {cell: n for n, cell in enumerate(_tuples(every))}
     return Straddles(every, tuple(np.asarray([place[cell] for cell in _tuples(cells)], np.int64) for cells in found))

@@ -9,6 +9,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from weight_sync.layout.box import row_major
+from weight_sync.layout.rowwise import every, total
 from weight_sync.layout.table import Ints
 
 
@@ -37,10 +38,10 @@ def disjoint(param: tuple[int, ...], start: Ints, strides: Ints, shape: Ints) ->
 def inside(numel: Ints, start: Ints, strides: Ints, shape: Ints) -> NDArray[np.bool_]:
     """For each region, whether it lies in a parameter of so many elements."""
     reach = (shape - 1) * strides
-    first = start + np.minimum(reach, 0).sum(axis=1)
-    last = start + np.maximum(reach, 0).sum(axis=1)
+    first = start + total(np.minimum(reach, 0))
+    last = start + total(np.maximum(reach, 0))
     # In floating point nothing wraps around, however absurd the numbers of a damaged plan are.
-    small = (np.abs((shape - 1) * strides.astype(np.float64)) <= numel[:, None]).all(axis=1)
+    small = every(np.abs((shape - 1) * strides.astype(np.float64)) <= numel[:, None])
     return small & (first >= 0) & (last < numel)
 
 
@@ -58,8 +59,12 @@ def fills(tensor: tuple[int, ...], offset: Ints, shape: Ints) -> bool:
 
 def distinct(rows: Ints) -> tuple[Ints, Ints]:
     """(different rows, in any order, and for each row given which of them it is): by a hash, which is then checked."""
-    _, first, which = np.unique(_hashes(rows), return_index=True, return_inverse=True)
-    if not np.array_equal(rows[first][which], rows):
+    keys = _hashes(rows)
+    order = np.argsort(keys)
+    new = np.append(np.ones(min(len(keys), 1), np.bool_), np.diff(keys.take(order)) != 0)
+    first, which = order[new], np.empty_like(order)  # of rows with one hash, any
+    which[order] = np.cumsum(new) - 1
+    if not np.array_equal(rows.take(first, axis=0).take(which, axis=0), rows):
         _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     return rows[first], which.ravel()
 
@@ -78,8 +83,12 @@ def _among(rows: Ints, others: Ints) -> NDArray[np.bool_]:
         return np.zeros(len(rows), np.bool_)
     keys = _hashes(others)
     order = np.argsort(keys)
-    at = order[np.minimum(np.searchsorted(keys[order], _hashes(rows)), len(order) - 1)]
-    return (others[at] == rows).all(axis=1)
+    wanted = _hashes(rows)
+    by_hash = np.argsort(wanted)  # a search in ascending order finds what it needs in the cache
+    place = np.empty_like(by_hash)
+    place[by_hash] = np.searchsorted(keys.take(order), wanted.take(by_hash))
+    at = order.take(np.minimum(place, len(order) - 1))
+    return every(others.take(at, axis=0) == rows)
 
 
 Keyed = tuple[Ints, Ints, Ints]
@@ -94,12 +103,12 @@ def covered(boxes: Keyed, by: Keyed) -> NDArray[np.bool_]:
     rest = np.flatnonzero(~answer)
     if not len(rest):
         return answer
-    mine, place = distinct(whole[rest])
+    mine, place = distinct(whole.take(rest, axis=0))
     theirs, _ = distinct(parts)
     order = np.argsort(theirs[:, 0])
     if (np.diff(theirs[order, 0]) == 0).any():
         order = np.lexsort(theirs.T[::-1])
-    theirs = theirs[order]
+    theirs = theirs.take(order, axis=0)
     result = np.zeros(len(mine), np.bool_)
     if len(theirs):
         keys, first = np.unique(theirs[:, 0], return_index=True)
@@ -124,7 +133,7 @@ def _chains(low: Ints, high: Ints, first: Ints, least: Ints, most: Ints) -> NDAr
     looking further. first: of each key. least, most: the box around each."""
     count = np.diff(np.append(first, len(low)))
     of = np.repeat(np.arange(len(first)), count)
-    full = np.logical_and.reduceat((low == least[of]) & (high == most[of]), first, axis=0)
+    full = np.logical_and.reduceat((low == least.take(of, axis=0)) & (high == most.take(of, axis=0)), first, axis=0)
     along = np.argmin(full, axis=1)  # the dim in which boxes differ, if one alone does
     at, d = np.arange(len(low)), along[of]
     joined = low[at, d][1:] <= high[at, d][:-1]

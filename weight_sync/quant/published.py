@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 from weight_sync.errors import ConfigError, listed
@@ -29,13 +30,16 @@ from weight_sync.quant.scheme import LoadYaml, Scheme, load_scheme
 Rule = Literal["fp8", "mxfp4", "compressed-tensors"]
 
 KEPT: tuple[str, ...] = (
-    r"(.*\.)?embed_tokens",
-    r"(.*\.)?[a-z0-9_]*norm",
-    r"(.*\.)?(gate|router|shared_expert_gate)",
-    r"(.*\.)?shared_head(\..*)?",
-    r"(.*\.)?(eh_proj|weights_proj|conv1d)",
+    r"embed_tokens",
+    r"[a-z0-9_]*norm",
+    r"gate|router|shared_expert_gate",
+    r"shared_head(\..*)?",
+    r"eh_proj|weights_proj|conv1d",
 )
-"""Modules that no engine quantises, as patterns of their whole path."""
+"""Modules that no engine quantises, as patterns of a path from its beginning, or from behind any dot, to its end."""
+
+# One pattern with one way to skip what is in front: a large model asks for 70,000 names.
+_KEPT = re.compile(rf"(?:.*\.)?(?:{'|'.join(KEPT)})")
 
 LEGAL = (
     "quant_method fp8 (e4m3, dynamic activations, with weight_block_size or without), mxfp8, mxfp4, compressed-tensors "
@@ -60,20 +64,12 @@ class Excludes:
 
     def excluded(self, name: str) -> bool:
         """Whether the module of this HF path keeps its dtype: listed, no target, or never quantised."""
-        named = any(target != "Linear" and _named(target, name) for target in self.targets)
-        if self._listed(name) or any(re.fullmatch(pattern, name) for pattern in KEPT):
+        if _listed(self.rule, self.names, name) or _KEPT.fullmatch(name):
             return True
-        if name.rpartition(".")[2] == "lm_head":
-            return not named
-        return not ("Linear" in self.targets or named)
-
-    def _listed(self, name: str) -> bool:
-        if self.rule == "compressed-tensors":
-            return any(_named(item, name) or ("." + name).endswith("." + item) for item in self.names)
-        if self.rule == "mxfp4":
-            wanted = (".*".join(map(re.escape, item.split("*"))) for item in self.names)
-            return any(re.match(pattern + r"(\.|$)", name) for pattern in wanted)
-        return any(f".{item.rstrip('.')}." in f".{name}." for item in self.names)
+        last = name.rpartition(".")[2] == "lm_head"
+        if not last and "Linear" in self.targets:
+            return False
+        return not any(target != "Linear" and _named(target, name) for target in self.targets)
 
     def quantises(self, tensor: str, shape: Sequence[int]) -> bool:
         """Whether the checkpoint holds parts of the tensor of this HF name and shape instead of the tensor itself."""
@@ -81,6 +77,20 @@ class Excludes:
             experts = re.fullmatch(r".*\.experts\.(gate_up_proj|down_proj)", tensor)
             return experts is not None and len(shape) == 3 and not self.excluded(tensor)
         return len(shape) == 2 and tensor.endswith(self.suffix) and not self.excluded(tensor.removesuffix(self.suffix))
+
+
+def _listed(rule: Rule, names: tuple[str, ...], module: str) -> bool:
+    if rule == "compressed-tensors":
+        return any(_named(item, module) or ("." + module).endswith("." + item) for item in names)
+    if rule == "mxfp4":
+        return any(re.match(pattern, module) for pattern in map(_starred, names))
+    return any(f".{item.rstrip('.')}." in f".{module}." for item in names)
+
+
+@lru_cache(maxsize=1024)
+def _starred(item: str) -> str:
+    """A path with `*` as a pattern of the beginning of one."""
+    return ".*".join(map(re.escape, item.split("*"))) + r"(\.|$)"
 
 
 def _named(item: str, name: str) -> bool:
