@@ -9,7 +9,7 @@ import pytest
 
 from weight_sync.errors import ConfigError
 from weight_sync.transport import preflight
-from weight_sync.transport.preflight import Facts, MooncakeBuild, facts, reachable, report, require
+from weight_sync.transport.preflight import Facts, MooncakeBuild, NixlBuild, facts, reachable, report, require
 from weight_sync.transport.rdma import Gid, RdmaPort
 
 GOOD_PORT = RdmaPort("mlx5_0", 1, "4: ACTIVE", "Ethernet", (Gid(0, "fe80::1"), Gid(3, "::ffff:10.0.0.1", "RoCE v2", "eth0")))
@@ -24,6 +24,8 @@ BOX = Facts(
     may_ptrace=False,
     linux=True,
     environment={},
+    nixl=NixlBuild("nixl-cu12", "1.5.1"),
+    driven=("mlx5_0",),
 )
 
 
@@ -83,7 +85,9 @@ def test_an_empty_machine_has_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_everything_works_on_a_box_with_everything() -> None:
-    assert reachable(BOX) == dict.fromkeys(["p2p_ipc", "p2p_nvlink", "p2p_rdma", "p2p_cma", "p2p_tcp"])
+    assert reachable(BOX) == dict.fromkeys(
+        ["p2p_ipc", "p2p_nvlink", "p2p_rdma", "p2p_nixl_rdma", "p2p_cma", "p2p_tcp", "p2p_nixl"]
+    )
     for strategy in reachable(BOX):
         require(strategy, BOX)
 
@@ -104,6 +108,13 @@ def test_everything_works_on_a_box_with_everything() -> None:
         ("p2p_tcp", {"mooncake": None}, "not installed"),
         ("p2p_rdma", {"mooncake": None}, "not installed"),
         ("p2p_tcp", {"mooncake": MooncakeBuild("m", "1", None, "libibverbs.so.1: no such file")}, "libibverbs.so.1"),
+        ("p2p_nixl", {"nixl": None}, "NIXL is not installed"),
+        ("p2p_nixl_rdma", {"nixl": None}, "NIXL is not installed"),
+        ("p2p_nixl", {"environment": {"UCX_TLS": "all"}}, "UCX_TLS=all is set"),
+        ("p2p_nixl_rdma", {"rdma_ports": (), "driven": None}, "no RDMA device"),
+        ("p2p_nixl_rdma", {"memlock": 65536}, "only 65536 bytes may be pinned"),
+        ("p2p_nixl_rdma", {"driven": ()}, "libibverbs has no driver for mlx5_0"),
+        ("p2p_nixl_rdma", {"driven": None}, "libibverbs is not there"),
         ("p2p_cma", {"ptrace_scope": 3, "may_ptrace": True}, "ptrace_scope is 3"),
         ("p2p_cma", {"ptrace_scope": 2}, "ptrace_scope is 2"),
         ("p2p_cma", {"linux": False}, "Linux only"),
@@ -130,7 +141,9 @@ def test_what_is_not_known_to_fail_is_not_ruled_out(change: dict[str, object]) -
 
 
 def test_an_unknown_strategy_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="preflight knows p2p_ipc, p2p_nvlink, p2p_rdma, p2p_cma, p2p_tcp"):
+    with pytest.raises(
+        ConfigError, match="preflight knows p2p_ipc, p2p_nvlink, p2p_rdma, p2p_nixl_rdma, p2p_cma, p2p_tcp, p2p_nixl"
+    ):
         require("p2p_smoke_signal", BOX)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weight_sync.errors import ConfigError
-from weight_sync.transport.preflight import Facts
+from weight_sync.transport.preflight import Facts, undriven
 from weight_sync.transport.rdma import GID_VARIABLES, RdmaPort, text, wanted_gid
 
 PACKAGES = ("torch", "transformers", "ray", "sglang", "vllm", "megatron-core", "megatron-bridge", "verl", "miles", "nixl")
@@ -116,7 +116,7 @@ def _rdma_checks(found: Facts, root: Path) -> list[Check]:
             shown,
             "no active port in /sys/class/infiniband: check cable and link (ibstat), driver, and that the container has the "
             "host's network and devices",
-            ("p2p_rdma",),
+            ("p2p_rdma", "p2p_nixl_rdma"),
         ),
         _gids(found, usable),
         Check(
@@ -124,14 +124,15 @@ def _rdma_checks(found: Facts, root: Path) -> list[Check]:
             bool(found.verbs_devices),
             ", ".join(found.verbs_devices) or "none in /dev/infiniband",
             "pass the devices into the container: --device=/dev/infiniband",
-            ("p2p_rdma",),
+            ("p2p_rdma", "p2p_nixl_rdma"),
         ),
+        _drivers(found),
         Check(
             "locked memory",
             found.memlock is None or found.memlock >= 1 << 30,
             memlock,
             "ulimit -l unlimited before the start (container: --ulimit memlock=-1, or --cap-add=IPC_LOCK)",
-            ("p2p_rdma",),
+            ("p2p_rdma", "p2p_nixl_rdma"),
         ),
         Check(
             "MC_FORCE_TCP",
@@ -170,6 +171,24 @@ def _gids(found: Facts, usable: list[RdmaPort]) -> Check:
     )
 
 
+def _drivers(found: Facts) -> Check:
+    """User-space drivers. NIXL's wheel has a libibverbs of its own that looks for them in /usr/lib64/libibverbs; the transport
+    puts the system's before it, so what that one finds is what counts.
+    """
+    missing = undriven(found)
+    return Check(
+        "RDMA drivers",
+        not missing if found.rdma_ports else None,
+        "not looked for, there is no device"
+        if not found.rdma_ports
+        else "no libibverbs.so.1 on this system"
+        if found.driven is None
+        else f"the system's libibverbs drives {', '.join(found.driven) or 'no device'}",
+        "install libibverbs and its drivers (Debian: libibverbs1 and ibverbs-providers, else what the NIC's vendor ships)",
+        ("p2p_nixl_rdma",),
+    )
+
+
 def _huge_pages(root: Path) -> Check:
     lines = dict(line.split(":", 1) for line in text(root / "proc/meminfo").splitlines() if ":" in line)
     total, size = lines.get("HugePages_Total", "").strip(), lines.get("Hugepagesize", "").strip()
@@ -202,6 +221,20 @@ def _host_checks(found: Facts, root: Path) -> list[Check]:
             ("p2p_nvlink", "p2p_rdma", "p2p_tcp"),
         ),
         Check(
+            "NIXL",
+            found.nixl is not None,
+            "not installed" if found.nixl is None else f"{found.nixl.distribution} {found.nixl.version}",
+            "pip install weight_sync[nixl]",
+            ("p2p_nixl_rdma", "p2p_nixl"),
+        ),
+        Check(
+            "UCX_TLS",
+            "UCX_TLS" not in found.environment,
+            found.environment.get("UCX_TLS", "not set"),
+            "unset UCX_TLS in the trainer's and the engines' environment; devices are chosen with transport.options.devices",
+            ("p2p_nixl_rdma", "p2p_nixl"),
+        ),
+        Check(
             "writing into another process",
             found.linux and (scope is None or scope < 2 or (scope == 2 and found.may_ptrace)),
             f"yama/ptrace_scope {'absent' if scope is None else scope}" + (", CAP_SYS_PTRACE" if found.may_ptrace else ""),
@@ -214,7 +247,7 @@ def _host_checks(found: Facts, root: Path) -> list[Check]:
             files == resource.RLIM_INFINITY or files >= _ENOUGH_FILES,
             "unlimited" if files == resource.RLIM_INFINITY else f"{files}",
             f"ulimit -n {_ENOUGH_FILES}: every peer of every rank holds sockets",
-            helps=("p2p_tcp", "p2p_rdma"),
+            helps=("p2p_tcp", "p2p_rdma", "p2p_nixl"),
         ),
         _shared_memory(root),
     ]
@@ -235,7 +268,7 @@ def _ports(root: Path) -> Check:
         (f"{limits[0]} to {limits[1]}" if len(limits) == 2 else "range not known")
         + ("" if bound else ", but none could be bound"),
         "this process may not listen: check the sandbox or the network namespace",
-        ("p2p_nvlink", "p2p_rdma", "p2p_tcp"),
+        ("p2p_nvlink", "p2p_rdma", "p2p_tcp", "p2p_nixl"),
     )
 
 

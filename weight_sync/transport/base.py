@@ -30,8 +30,8 @@ A success report is not proof that the right bytes arrived: the session compares
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,8 @@ class Endpoint:
     `protocol` is what the peer's transport really uses ("tcp", "rdma", "nvlink_intra", "memory"), found out, not asked for.
     `epoch` changes whenever the peer's memory or engine was replaced: a new transport object is a new epoch.
     `probe` is (address, bytes) of a small area, apart from all registered regions, that probe() may read and write; None
-    for engines that this library did not open.
+    for engines that this library did not open. `connection` is what its transport needs to reach the address, where that is
+    more than a name (NIXL: base64 of an agent's metadata); no message shows it.
     """
 
     transport: str
@@ -62,11 +63,13 @@ class Endpoint:
     address: str
     epoch: int
     probe: tuple[int, int] | None = None
+    connection: str = field(default="", repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a message to another process; `from_json` gives an equal endpoint back."""
         probe = None if self.probe is None else list(self.probe)
-        return {**{f: getattr(self, f) for f in ("transport", "protocol", "address", "epoch")}, "probe": probe}
+        data = {**{f: getattr(self, f) for f in ("transport", "protocol", "address", "epoch")}, "probe": probe}
+        return {**data, "connection": self.connection} if self.connection else data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Endpoint:
@@ -77,6 +80,7 @@ class Endpoint:
             address=str(data["address"]),
             epoch=int(data["epoch"]),
             probe=None if probe is None else (int(probe[0]), int(probe[1])),
+            connection=str(data.get("connection", "")),
         )
 
 
@@ -138,7 +142,8 @@ class Transport(Protocol):
     """See the module docstring for the order of calls. Failures raise TransportError, a passed deadline too.
 
     strided: takes batches with boxes, so that nothing needs packing. batch_bytes: how much it likes to be handed at a time.
-    follows_device: a write begins after what the caller has asked of the device so far, without the caller waiting for that.
+    follows_device: a write begins after what the caller has asked of the device so far, without the caller waiting for that;
+    then it is a DeviceOrdered, too.
     """
 
     name: str
@@ -159,3 +164,13 @@ class Transport(Protocol):
     def wait(self, ticket: Ticket, deadline: Deadline) -> Completion: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class DeviceOrdered(Protocol):
+    """What a transport that follows the device adds, so that a program can ask for many writes ahead of the device."""
+
+    def follow(self, ticket: Ticket) -> None:
+        """What the caller asks of the device from now on begins after this write has read its local bytes. Says nothing of how
+        the write went: wait() does, and has to be called all the same."""
+        ...

@@ -88,7 +88,8 @@ class CudaIpcTransport:
         self._unusable: str | None = None
         with torch.cuda.device(self._device):
             self._area = torch.zeros(AREA_BYTES, dtype=torch.uint8, device=self._device)
-            self._stream = torch.cuda.Stream(self._device)
+            # Above the caller's kernels: else its blocks wait for those of a kernel that fills the next staging buffer.
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._put(self._area.data_ptr(), pack_header(self._epoch))
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
         descriptor, name = tempfile.mkstemp(prefix="weight_sync-ipc-", dir=folder)
@@ -143,6 +144,12 @@ class CudaIpcTransport:
 
     def read(self, batch: Batch) -> Ticket:
         return self._start(batch, reads=True)
+
+    def follow(self, ticket: Ticket) -> None:
+        self._check_usable()
+        if ticket.id not in self._flights:
+            raise ValueError(f"ticket {ticket.id} is not in flight on this transport")
+        self._torch.cuda.current_stream(self._device).wait_event(self._flights[ticket.id][1])
 
     def wait(self, ticket: Ticket, deadline: Deadline) -> Completion:
         self._check_usable()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -41,10 +40,6 @@ CLOSE_SECONDS = 75.0
 CLOSE_SECONDS_PER_DEVICE = 15.0
 """On top of it for each RDMA device: the engine waits 10 s for the queue pairs of each to end, one device after another, when
 a write was left unanswered (by a peer that was killed, say)."""
-STALE_SECONDS = 0.02
-"""Drivers renew the counters that sysfs shows every 10 ms or so."""
-WIRE_SECONDS = 1.0
-"""How long a probe waits for the counters of the RDMA devices to show it."""
 
 
 class MooncakeTransport:
@@ -162,26 +157,16 @@ class MooncakeTransport:
         self._peers[endpoint] = RegionTable.published(buffers, in_parts=self._protocol == "rdma")
 
     def _packets(self) -> dict[str, int]:
-        """What our RDMA devices have sent until now, not until a moment ago."""
-        if rdma.transmitted(self._devices):
-            time.sleep(STALE_SECONDS)
-        return rdma.transmitted(self._devices)
+        return rdma.sent_until_now(self._devices)
 
     def _on_the_wire(self, endpoint: Endpoint, host: str, before: dict[str, int], deadline: Deadline) -> None:
         """Raise unless our RDMA devices have sent packets since `before`.
 
         Not judged: devices whose driver counts none, and peers at our own address, whose packets need not leave the device.
         """
-        until = Deadline.after(min(WIRE_SECONDS, deadline.remaining()))
-        while before:
-            now = rdma.transmitted(self._devices)
-            moved = {name: now[name] - count for name, count in before.items() if now.get(name, count) > count}
-            if moved:
-                self.proofs[endpoint] = moved
-                return
-            if not until.remaining():
-                break
-            time.sleep(0.005)
+        if moved := rdma.seen_moving(self._devices, before, deadline):
+            self.proofs[endpoint] = moved
+            return
         if before and self._counters and host != self._host:
             self._unusable = f"a probe of {endpoint.address} was not seen on any RDMA device"
             raise failed_peer(

@@ -12,17 +12,22 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from weight_sync.errors import ConfigError
-from weight_sync.transport.rdma import GID_VARIABLES, RdmaPort, ports, text, wanted_gid
+from weight_sync.transport.rdma import GID_VARIABLES, RdmaPort, driven_devices, ports, text, wanted_gid
 
 _COMMAND_SECONDS = 20.0
 _ENOUGH_MEMLOCK = 1 << 30
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
+environment_lock = threading.Lock()
+"""Held while UCX's variables are other than the user's (nixl_agent), so that another thread's preflight does not see that."""
+UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES")
+"""What UCX may use. The first is ours to set for a NIXL agent; the second is, where devices are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +44,21 @@ class MooncakeBuild:
 
 
 @dataclass(frozen=True, slots=True)
+class NixlBuild:
+    """The installed NIXL, found by its metadata; it is not imported to find out."""
+
+    distribution: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """One machine, as seen by this process.
 
     memlock: bytes that may be pinned, None for unlimited (or CAP_IPC_LOCK). gpus: names; None when not looked for.
     nvlink: whether any NVLink is up, None when that cannot be told. ptrace_scope: Yama's, None where there is no Yama.
-    environment: the variables that are set and steer Mooncake.
+    environment: the variables that are set and steer Mooncake or UCX. driven: RDMA devices that the system's libibverbs has a
+    driver for; None where there is no libibverbs, or it was not asked because the kernel has no device.
     """
 
     rdma_ports: tuple[RdmaPort, ...]
@@ -57,6 +71,8 @@ class Facts:
     may_ptrace: bool
     linux: bool
     environment: Mapping[str, str]
+    nixl: NixlBuild | None = None
+    driven: tuple[str, ...] | None = None
 
 
 def facts(root: Path = Path("/"), *, gpus: bool = True) -> Facts:
@@ -66,8 +82,9 @@ def facts(root: Path = Path("/"), *, gpus: bool = True) -> Facts:
     unlimited = soft == resource.RLIM_INFINITY or bool(capabilities >> _CAP_IPC_LOCK & 1)
     names = _gpus(root) if gpus else None
     scope = text(root / "proc/sys/kernel/yama/ptrace_scope")
+    rdma_ports = ports(root / "sys/class/infiniband")
     return Facts(
-        rdma_ports=ports(root / "sys/class/infiniband"),
+        rdma_ports=rdma_ports,
         verbs_devices=tuple(sorted(p.name for p in (root / "dev/infiniband").glob("uverbs*"))),
         memlock=None if unlimited else soft,
         gpus=names,
@@ -76,15 +93,15 @@ def facts(root: Path = Path("/"), *, gpus: bool = True) -> Facts:
         ptrace_scope=int(scope) if scope.isdigit() else None,
         may_ptrace=bool(capabilities >> _CAP_SYS_PTRACE & 1),
         linux=sys.platform == "linux",
-        environment={
-            name: value for name, value in sorted(os.environ.items()) if name.startswith("MC_") or name in GID_VARIABLES
-        },
+        environment=_environment(),
+        nixl=_nixl(),
+        driven=driven_devices() if rdma_ports else None,
     )
 
 
 EXPOSURE = (
-    "No transport authenticates its peers. Mooncake listens on all interfaces, and whoever can connect can list, read and "
-    "overwrite registered memory: keep its ports inside a private network or behind a firewall (docs/security.md).",
+    "No transport authenticates its peers. Mooncake and UCX (under NIXL) listen on all interfaces, and whoever can connect can "
+    "read and overwrite registered memory: keep their ports inside a private network or behind a firewall (docs/security.md).",
     "p2p_cma and p2p_ipc open no port; any process of the same user can do what they do.",
 )
 """What every user must be told, in two lines; doctor prints them."""
@@ -96,8 +113,10 @@ def reachable(found: Facts) -> dict[str, str | None]:
         "p2p_ipc": _why_not_gpus(found),
         "p2p_nvlink": _why_not_mooncake(found) or _why_not_nvlink(found),
         "p2p_rdma": _why_not_mooncake(found) or _why_not_rdma(found),
+        "p2p_nixl_rdma": _why_not_nixl(found) or _why_not_verbs(found) or _why_not_driven(found),
         "p2p_cma": _why_not_cma(found),
         "p2p_tcp": _why_not_mooncake(found),
+        "p2p_nixl": _why_not_nixl(found),
     }
 
 
@@ -105,6 +124,8 @@ _STRATEGIES = {
     ("mooncake", "tcp"): "p2p_tcp",
     ("mooncake", "rdma"): "p2p_rdma",
     ("mooncake", "nvlink_intra"): "p2p_nvlink",
+    ("nixl", "tcp"): "p2p_nixl",
+    ("nixl", "rdma"): "p2p_nixl_rdma",
     ("cma", None): "p2p_cma",
     ("cuda_ipc", None): "p2p_ipc",
 }
@@ -143,8 +164,9 @@ def report(found: Facts) -> str:
         f"{ {True: 'yes', False: 'no', None: 'not known'}[found.nvlink] }",
         "  Mooncake: "
         + ("not installed" if build is None else f"{build.distribution} {build.version}")
-        + (f", cannot be imported: {build.error}" if build is not None and build.error else ""),
-        f"  variables for Mooncake: {', '.join(f'{k}={v}' for k, v in found.environment.items()) or 'none'}; "
+        + (f", cannot be imported: {build.error}" if build is not None and build.error else "")
+        + f"; NIXL: {'not installed' if found.nixl is None else f'{found.nixl.distribution} {found.nixl.version}'}",
+        f"  variables for Mooncake and UCX: {', '.join(f'{k}={v}' for k, v in found.environment.items()) or 'none'}; "
         f"yama/ptrace_scope: {'absent' if found.ptrace_scope is None else found.ptrace_scope}",
     ]
     verdicts = reachable(found)
@@ -177,21 +199,49 @@ def _why_not_mooncake(found: Facts) -> str | None:
     return None
 
 
-def _why_not_rdma(found: Facts) -> str | None:
+def _why_not_nixl(found: Facts) -> str | None:
+    if found.nixl is None:
+        return "NIXL is not installed (extra `nixl`)"
+    if "UCX_TLS" in found.environment:
+        return f"UCX_TLS={found.environment['UCX_TLS']} is set, which this strategy has to set itself"
+    return None
+
+
+def _why_not_verbs(found: Facts) -> str | None:
     if not found.rdma_ports:
         return "no RDMA device in /sys/class/infiniband"
     if not any(port.usable for port in found.rdma_ports):
         return f"no RDMA port is active and has a GID: {'; '.join(map(str, found.rdma_ports))}"
+    if not found.verbs_devices:
+        return "no uverbs device in /dev/infiniband (in a container: pass the device files in)"
+    if found.memlock is not None and found.memlock < _ENOUGH_MEMLOCK:
+        return f"only {found.memlock} bytes may be pinned (ulimit -l), which is too little to register weights"
+    return None
+
+
+def _why_not_rdma(found: Facts) -> str | None:
+    if reason := _why_not_verbs(found):
+        return reason
     try:
         wanted_gid([port for port in found.rdma_ports if port.usable], found.environment)
     except ConfigError as error:
         return str(error)
-    if not found.verbs_devices:
-        return "no uverbs device in /dev/infiniband (in a container: pass the device files in)"
     if "MC_FORCE_TCP" in found.environment:
         return "MC_FORCE_TCP is set, so Mooncake would use tcp"
-    if found.memlock is not None and found.memlock < _ENOUGH_MEMLOCK:
-        return f"only {found.memlock} bytes may be pinned (ulimit -l), which is too little to register weights"
+    return None
+
+
+def undriven(found: Facts) -> tuple[str, ...]:
+    """Usable RDMA devices that the system's libibverbs has no driver for."""
+    usable = dict.fromkeys(port.device for port in found.rdma_ports if port.usable)
+    return tuple(name for name in usable if name not in (found.driven or ()))
+
+
+def _why_not_driven(found: Facts) -> str | None:
+    """Mooncake would find none of them either; but it is NIXL that says nothing about it but NIXL_ERR_BACKEND."""
+    if missing := undriven(found):
+        what = "is not there" if found.driven is None else f"has no driver for {', '.join(missing)}"
+        return f"the system's libibverbs {what} (Debian: libibverbs1, ibverbs-providers)"
     return None
 
 
@@ -221,6 +271,12 @@ def _why_not_cma(found: Facts) -> str | None:
     if found.ptrace_scope in (2, 3) and not (found.ptrace_scope == 2 and found.may_ptrace):
         return f"yama/ptrace_scope is {found.ptrace_scope}: no process may write into another one"
     return None
+
+
+def _environment() -> dict[str, str]:
+    names = (*GID_VARIABLES, *UCX_VARIABLES)
+    with environment_lock:
+        return {name: value for name, value in sorted(os.environ.items()) if name.startswith("MC_") or name in names}
 
 
 def _gpus(root: Path) -> tuple[str, ...]:
@@ -255,6 +311,14 @@ def _mooncake() -> MooncakeBuild | None:
         return MooncakeBuild(name, version, None, str(error))
     supported = getattr(engine, "SUPPORT_INTRA_NVLINK", None)
     return MooncakeBuild(name, version, None if supported is None else bool(supported), None)
+
+
+@functools.cache
+def _nixl() -> NixlBuild | None:
+    """As _mooncake: by the names of folders."""
+    folders = (found for folder in sys.path for found in Path(folder or ".").glob("nixl_cu*.dist-info"))
+    installed = [importlib.metadata.Distribution.at(folder) for folder in folders]
+    return min((NixlBuild(d.metadata["Name"], d.version) for d in installed), key=str, default=None)
 
 
 def _capabilities(root: Path) -> int:

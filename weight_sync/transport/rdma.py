@@ -5,12 +5,15 @@ Format: Documentation/ABI/stable/sysfs-class-infiniband in the Linux source. Sta
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from weight_sync.errors import ConfigError
+from weight_sync.ids import Deadline
 
 SYSFS = Path("/sys/class/infiniband")
 GID_VARIABLES = ("MC_GID_INDEX", "NCCL_IB_GID_INDEX")
@@ -25,6 +28,10 @@ TRANSMITTED = (
     "hw_counters/iwOutRdmaReads",  # irdma
 )
 """Files of a port that only grow, and grow with RDMA traffic alone."""
+STALE_SECONDS = 0.02
+"""Drivers renew the counters that sysfs shows every 10 ms or so."""
+WIRE_SECONDS = 1.0
+"""How long a probe waits for the counters of the RDMA devices to show it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +100,19 @@ def _gids(port: Path) -> Iterable[Gid]:
             yield Gid(int(place.name), value, text(attributes / "types" / place.name), text(attributes / "ndevs" / place.name))
 
 
-def chosen(found: Sequence[RdmaPort], devices: str, environment: Mapping[str, str]) -> tuple[RdmaPort, ...]:
+def chosen(
+    found: Sequence[RdmaPort], devices: str, environment: Mapping[str, str], *, transport: str = "mooncake"
+) -> tuple[RdmaPort, ...]:
     """The usable ports of the devices in a comma-separated filter, of all when it is empty: port 1 of each, or MC_IB_PORT's.
 
-    ConfigError for a name that is not there or a device that is down: Mooncake passes over both without a word, and installs
-    tcp when none is left.
+    ConfigError, naming `transport`, for a name that is not there or a device that is down: Mooncake passes over both without a
+    word, and installs tcp when none is left; UCX, under NIXL, uses what is left.
     """
     wanted = device_names(devices)
     there = {port.device for port in found}
     if missing := [name for name in wanted if name not in there]:
         raise ConfigError(
-            f"transport mooncake: devices={devices!r} names {', '.join(missing)}, which this machine does not have; "
+            f"transport {transport}: devices={devices!r} names {', '.join(missing)}, which this machine does not have; "
             f"RDMA devices here: {', '.join(sorted(there)) or 'none'}"
         )
     number = environment.get("MC_IB_PORT", "1")
@@ -112,7 +121,7 @@ def chosen(found: Sequence[RdmaPort], devices: str, environment: Mapping[str, st
     if without or not usable:
         states = "; ".join(str(port) for port in found if not without or port.device in without)
         raise ConfigError(
-            f"transport mooncake: port {number} of {', '.join(without) or 'every RDMA device'} cannot be used: {states}"
+            f"transport {transport}: port {number} of {', '.join(without) or 'every RDMA device'} cannot be used: {states}"
         )
     return usable
 
@@ -176,6 +185,44 @@ def transmitted(devices: Iterable[str], root: Path = SYSFS) -> dict[str, int]:
                 if value.isdigit():
                     found[f"{device}/{port.name} {name.rpartition('/')[2]}"] = int(value)
     return found
+
+
+def driven_devices() -> tuple[str, ...] | None:
+    """The devices that the system's libibverbs has a driver for: what a program can open, while sysfs shows what the kernel
+    has. None where there is no libibverbs. Opens nothing.
+    """
+    try:
+        verbs = ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return None
+    verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
+    verbs.ibv_get_device_name.restype = ctypes.c_char_p
+    count = ctypes.c_int(0)
+    listed = verbs.ibv_get_device_list(ctypes.byref(count))
+    if not listed:
+        return ()
+    names = [verbs.ibv_get_device_name(ctypes.c_void_p(listed[i])).decode() for i in range(count.value)]
+    verbs.ibv_free_device_list(listed)
+    return tuple(sorted(names))
+
+
+def sent_until_now(devices: Sequence[str]) -> dict[str, int]:
+    """What `transmitted` says of these devices now, not of a moment ago. Takes STALE_SECONDS where they have counters."""
+    if transmitted(devices):
+        time.sleep(STALE_SECONDS)
+    return transmitted(devices)
+
+
+def seen_moving(devices: Sequence[str], before: Mapping[str, int], deadline: Deadline) -> dict[str, int]:
+    """Counter -> packets sent since `before`, as soon as any has moved; empty when none does within WIRE_SECONDS."""
+    until = Deadline.after(min(WIRE_SECONDS, deadline.remaining()))
+    while before:
+        now = transmitted(devices)
+        moved = {name: now[name] - count for name, count in before.items() if now.get(name, count) > count}
+        if moved or not until.remaining():
+            return moved
+        time.sleep(0.005)
+    return {}
 
 
 def text(path: Path) -> str:

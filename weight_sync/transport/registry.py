@@ -52,5 +52,6 @@ def create(name: str, **options: Any) -> Transport:
 
 register("memory", "weight_sync.transport.memory:MemoryTransport")
 register("mooncake", "weight_sync.transport.mooncake:MooncakeTransport")
+register("nixl", "weight_sync.transport.nixl:NixlTransport")
 register("cma", "weight_sync.transport.cma:CmaTransport")
 register("cuda_ipc", "weight_sync.transport.cuda_ipc:CudaIpcTransport")

@@ -59,11 +59,18 @@ class WarmPeer:
     then; so such a peer is started from nothing."""
 
     def __init__(
-        self, config: dict[str, Any], nbytes: int, spans: list[tuple[int, int]], environment: dict[str, str] | None = None
+        self,
+        config: dict[str, Any],
+        nbytes: int,
+        spans: list[tuple[int, int]],
+        environment: dict[str, str] | None = None,
+        *,
+        transport: str = "mooncake",
     ) -> None:
         context = multiprocessing.get_context("spawn") if environment else _context
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=run, args=(theirs, config, nbytes, spans, environment or {}), daemon=True)
+        words = (theirs, transport, config, nbytes, spans, environment or {})
+        self._process = context.Process(target=run, args=words, daemon=True)
         self._process.start()
         theirs.close()
         said = self._answer()
@@ -110,7 +117,9 @@ class WarmPeer:
         self.kill()
 
 
-def run(pipe: Any, config: dict[str, Any], nbytes: int, spans: list[tuple[int, int]], environment: dict[str, str]) -> None:
+def run(
+    pipe: Any, transport: str, config: dict[str, Any], nbytes: int, spans: list[tuple[int, int]], environment: dict[str, str]
+) -> None:
     """A peer's process. Ends when the other end of the pipe does."""
     assert bool(environment) != ("mooncake.engine" in sys.modules), "imported by the fork server, and not before its variables"
     os.environ.update(environment)
@@ -122,18 +131,25 @@ def run(pipe: Any, config: dict[str, Any], nbytes: int, spans: list[tuple[int, i
             except EOFError:
                 return
 
-    serve("mooncake", config, nbytes, spans, words(), pipe.send, _behind_the_transports_back)
+    serve(transport, config, nbytes, spans, words(), pipe.send, _behind_the_transports_back)
 
 
 def _behind_the_transports_back(peer: LocalPeer, request: list[Any]) -> Any:
     """What a process can do with memory that is registered, without telling anybody."""
-    engine = peer.transport._pump.engine  # type: ignore[attr-defined]
+    transport: Any = peer.transport
     regions = peer.arena.regions(peer.spans)
     match request:
+        case ["unregister"] if transport.name == "nixl":
+            native = transport._agent
+            native._agent.deregisterMem(native._ranges([(r.address, r.nbytes) for r in regions]), native._backend)
+            return True
+        case ["register again"] if transport.name == "nixl":
+            transport._agent.register([(r.address, r.nbytes) for r in regions])
+            return True
         case ["unregister"]:
-            return [engine.unregister_memory(region.address) for region in regions]
+            return [transport._pump.engine.unregister_memory(region.address) for region in regions]
         case ["register again"]:
-            return [engine.register_memory(region.address, region.nbytes) for region in regions]
+            return [transport._pump.engine.register_memory(region.address, region.nbytes) for region in regions]
         case ["map other pages"]:
             exchange_pages(peer.arena.data)
             return True

@@ -4,7 +4,9 @@ import agent_process  # noqa: F401
 import rdma_support  # noqa: F401
 import transport_peer  # noqa: F401
 
-import weight_sync.transport.mooncake  # noqa: F401
-from weight_sync.transport import preflight
+import weight_sync.transport.mooncake
+import weight_sync.transport.nixl  # noqa: F401
+from weight_sync.transport import nixl_agent, preflight
 
 preflight.load_mooncake()
+nixl_agent.load_nixl()

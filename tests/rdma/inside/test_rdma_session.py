@@ -41,16 +41,18 @@ PATIENCE = 120.0
 
 
 @functools.cache
-def composed(*overrides: str) -> SyncConf:
+def composed(strategy: str, *overrides: str) -> SyncConf:
     """What train.py would be told by these words. Takes long where everything is emulated."""
-    return compose_job(["+weight_sync=p2p_rdma", *overrides]).weight_sync
+    return compose_job([f"+weight_sync={strategy}", *overrides]).weight_sync
 
 
 class Job:
     """What weight_sync_integrations.job makes of a config, with doubles in the place of Ray, trainer and servers."""
 
-    def __init__(self, folder: Path, *overrides: str, sides: tuple[Declared, Declared] = DENSE_MODEL) -> None:
-        self.conf = composed(*overrides)
+    def __init__(
+        self, folder: Path, *overrides: str, strategy: str = "p2p_rdma", sides: tuple[Declared, Declared] = DENSE_MODEL
+    ) -> None:
+        self.conf = composed(strategy, *overrides)
         preflight.require(self.conf.strategy)
         self.layouts: tuple[Layout, Layout] = (layout_of(sides[0], "trainer"), layout_of(sides[1], "rollout"))
         self.ranks = [self._agent("source", rank, NEAR) for rank in range(self.layouts[0].world)]
@@ -84,6 +86,7 @@ class Job:
             layout,
             rank,
             seed=100 * len(side) + rank,
+            transport=self.conf.transport.name,
             options=options,
             start=lambda words: WarmProcess(agent_process.main, *words),
         )
@@ -161,6 +164,18 @@ def test_three_syncs_of_a_small_model_over_verbs_leave_the_report_that_every_job
     # Left for whoever started the guest.
     if Path("/share").is_dir():
         Path("/share/report.json").write_text(json.dumps(report, indent=2))
+
+
+def test_nixl_over_verbs_commits_the_same_bytes_and_leaves_the_same_report(make: Callable[..., Job]) -> None:
+    job = make(strategy="p2p_nixl_rdma")
+    with job.observer:
+        for version in (1, 2):
+            expected = job.step()
+            assert job.sync.sync(version).version == version
+            assert job.held() == expected
+    report = json.loads(job.observer.report.path.read_text())
+    assert (report["strategy"], report["committed_version"], report["error"]) == ("p2p_nixl_rdma", 2, None)
+    assert [(s["verified"], s["committed"], s["bytes"]) for s in report["syncs"]] == [(True, True, payload(job.layouts[1]))] * 2
 
 
 def test_full_verification_reads_every_byte_back_over_verbs(make: Callable[..., Job]) -> None:
