@@ -1,35 +1,65 @@
 """verl's own parts on a CPU, for tests/verl and benchmarks/verl_side_by_side.py: nothing of verl is replaced.
 
 What runs: main_ppo's config composed by Hydra with +weight_sync=NAME; ActorRolloutRefWorker ranks on Ray with verl's FSDP2
-engine around a tiny model; LLMServerManager's standalone vLLM replicas with their CheckpointEngineWorkers; and
+engine around a tiny model; LLMServerManager's standalone vLLM or SGLang replicas with their CheckpointEngineWorkers; and
 CheckpointEngineManager.
-What is not verl's: the platform "cpu" (weight_sync_integrations.verl.cpu), and Ray counts GPUs that do not exist.
+What is not verl's: the platform "cpu" (weight_sync_integrations.verl.cpu, with Megatron also cpu_megatron), what SGLang lacks
+on a CPU (sglang/cpu_site), and Ray counts GPUs that do not exist.
 
-    os.environ.update(environment())             # before verl is imported
-    with started(folder, ["+weight_sync=p2p_tcp"]) as rig:
+    prepare()                                    # before verl is imported
+    with started([*cpu_overrides(folder), "+weight_sync=p2p_tcp"]) as rig:
         rig.manager.update_weights(1)
 """
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+DUMP = f"{__name__}.dump_for_sglang"
 DUMPS = "WEIGHT_SYNC_TEST_DUMPS"
 
 
-def environment() -> dict[str, str]:
-    """For the driver before verl is imported; Ray hands it to every worker."""
+def rollouts() -> list[str]:
+    """The inference engines that this environment has."""
+    return [name for name in ("vllm", "sglang") if find_spec(name) is not None]
+
+
+def prepare() -> None:
+    """Make verl importable in this process on a CPU. Workers get the same through Ray, actors what their strategy needs too."""
+    os.environ.update(environment())
+    if "sglang" in rollouts():
+        from weight_sync_integrations.sglang.replica import prepare_cpu
+
+        prepare_cpu()
+
+
+def environment(strategy: str = "fsdp2") -> dict[str, str]:
+    """strategy: of the actors whose processes these variables are for."""
+    from weight_sync_integrations.sglang.launch import cpu_environment
     from weight_sync_integrations.vllm.launch import _CPU_ENVIRONMENT
 
+    own = _CPU_ENVIRONMENT
+    if "sglang" in rollouts():
+        inherited = cpu_environment()
+        own = own | inherited | {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    stand_ins = ["weight_sync_integrations.verl.cpu"]
+    if strategy == "megatron":
+        stand_ins.append("weight_sync_integrations.verl.cpu_megatron")
     return {
-        "VERL_USE_EXTERNAL_MODULES": "weight_sync_integrations.verl.cpu",
+        "VERL_USE_EXTERNAL_MODULES": ",".join(stand_ins),
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # the engine classes registered for GPUs are those; verl's own override
         "HF_HUB_OFFLINE": "1",
@@ -38,7 +68,7 @@ def environment() -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        **_CPU_ENVIRONMENT,
+        **own,
     }
 
 
@@ -76,13 +106,30 @@ def cpu_overrides(
     dtype: str = "float32",
     bucket: int = 8,
     actor: str = "fsdp2",
+    kind: str = "vllm",
 ) -> list[str]:
-    """For a tiny model: `ranks` actor ranks, `replicas` vLLM servers of tp workers.
+    """For a tiny model: `ranks` actor ranks, `replicas` servers of tp workers.
 
-    bucket: MiB, of verl's own backends. actor: its strategy.
+    bucket: MiB, of verl's own backends. actor: its strategy; a megatron one has the sizes that its own keys say, 1 by default.
+    kind: of servers, vllm or sglang.
     """
     rollout = "actor_rollout_ref.rollout"
+    own = {
+        "vllm": {"kv_cache_memory_bytes": 16 << 20, "block_size": 32, "mm_processor_cache_gb": 0},
+        "sglang": {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "max_total_tokens": 2048,
+            "custom_weight_loader": [DUMP],
+        },
+    }[kind]
+    megatron = [
+        "model_engine=megatron",
+        "actor_rollout_ref.actor.optim.total_training_steps=9",
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_permute_fusion=False",  # a kernel of TE's
+    ]
     return [
+        *(megatron if actor == "megatron" else []),
         f"actor_rollout_ref.model.path={model}",
         "+actor_rollout_ref.model.override_config.attn_implementation=eager",
         "actor_rollout_ref.model.use_remove_padding=False",
@@ -92,7 +139,7 @@ def cpu_overrides(
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
         f"{rollout}.log_prob_micro_batch_size_per_gpu=1",
-        f"{rollout}.name=vllm",
+        f"{rollout}.name={kind}",
         f"{rollout}.dtype={dtype}",
         f"{rollout}.tensor_model_parallel_size={tp}",
         f"{rollout}.nnodes=1",
@@ -103,10 +150,9 @@ def cpu_overrides(
         f"{rollout}.max_num_seqs=4",
         f"{rollout}.prompt_length=64",
         f"{rollout}.response_length=64",
-        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={16 << 20}",
-        f"+{rollout}.engine_kwargs.vllm.block_size=32",
+        f"{rollout}.gpu_memory_utilization=0.2",
+        *(f"+{rollout}.engine_kwargs.{kind}.{key}={value}" for key, value in own.items()),
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes={bucket}",
-        f"+{rollout}.engine_kwargs.vllm.mm_processor_cache_gb=0",
         "trainer.nnodes=1",
         f"trainer.n_gpus_per_node={ranks}",
         "trainer.device=cpu",
@@ -129,6 +175,13 @@ class Rig:
         """Bytes, of verl's own backends."""
         return self.manager.config.update_weights_bucket_megabytes << 20
 
+    @property
+    def kind(self) -> str:
+        return self.config.actor_rollout_ref.rollout.name
+
+    def url(self, replica: int = 0) -> str:
+        return f"http://{self.servers.server_addresses[replica]}"
+
     def change(self, seed: int) -> None:
         """Other weights on every actor rank, as an optimiser step would leave them."""
         import ray
@@ -148,8 +201,16 @@ class Rig:
 
         for old in self.dumps.glob("*.safetensors"):
             old.unlink()
-        server = self.servers.server_handles[replica]
-        ray.get(server.collective_rpc.remote(_dump, args=(str(self.dumps),)))
+        if self.kind == "vllm":
+            ray.get(self.servers.server_handles[replica].collective_rpc.remote(_dump, args=(str(self.dumps),)))
+        else:
+            ranks = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+            nothing = [base64.b64encode(pickle.dumps([])).decode()] * ranks
+            load = {"serialized_named_tensors": nothing, "load_format": DUMP, "flush_cache": False}
+            for path, body in ("/begin_weight_update", {}), ("/update_weights_from_tensor", load), ("/end_weight_update", {}):
+                answer = httpx.post(self.url(replica) + path, json=body, timeout=60, trust_env=False)
+                if not answer.is_success:
+                    raise RuntimeError(f"{path}: {answer.text}")
         return [load_file(file) for file in sorted(self.dumps.glob("*.safetensors"))]
 
     def generate(self, prompt: Sequence[int], count: int, replica: int = 0, timeout: float = 60.0) -> Any:
@@ -160,6 +221,29 @@ class Rig:
         sampling = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True}
         request = f"request-{os.urandom(4).hex()}"
         return ray.get(server.generate.remote(list(prompt), sampling, request), timeout=timeout)
+
+    def cached(self, prompt: Sequence[int]) -> int:
+        """Tokens of the prompt that the first replica took from its prefix cache, for a request made now."""
+        if self.kind == "vllm":
+            return self.generate(prompt, 1).extra_fields["num_cached_tokens"]
+        body = {"input_ids": list(prompt), "sampling_params": {"temperature": 0.0, "max_new_tokens": 1}}
+        answer = httpx.post(f"{self.url()}/generate", json=body, timeout=60, trust_env=False)
+        return answer.json()["meta_info"]["cached_tokens"]
+
+    def paused(self) -> bool:
+        """What the first replica's own server says."""
+        import ray
+
+        if self.kind == "vllm":
+            return self._get("/is_paused")["is_paused"]
+        return ray.get(self.servers.server_handles[0].__ray_call__.remote(_sglang_paused), timeout=60)
+
+    def version(self) -> str:
+        """What the first replica's own server says of its weights."""
+        return self._get("/weight_info" if self.kind == "vllm" else "/model_info")["weight_version"]
+
+    def _get(self, path: str) -> dict[str, Any]:
+        return httpx.get(self.url() + path, timeout=30, trust_env=False).json()
 
 
 def role_of(worker: Any) -> Any:
@@ -177,11 +261,19 @@ def _join_group(worker: Any) -> None:
 def _change(worker: Any, seed: int) -> None:
     import torch
 
-    generator = torch.Generator().manual_seed(seed * 1000 + torch.distributed.get_rank())
+    module, rank = role_of(worker).actor.engine.module, torch.distributed.get_rank()
+    whole, own = (torch.Generator().manual_seed(seed * 1000 + number) for number in (999, rank))
     with torch.no_grad():
-        for parameter in role_of(worker).actor.engine.module.parameters():  # DTensors, or FSDP1's flat ones
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            local.copy_(torch.randn(local.shape, generator=generator) * 0.05)
+        for chunk in module if isinstance(module, list) else [module]:
+            for name, parameter in chunk.named_parameters():  # DTensors, FSDP1's flat ones, or Megatron's
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                # What Megatron does not cut is the same on both of its two ranks: drawn from one generator by both.
+                same = isinstance(module, list) and not (parameter.tensor_model_parallel or ".experts." in name)
+                local.copy_(torch.randn(local.shape, generator=whole if same else own) * 0.05)
+
+
+def _sglang_paused(server: Any) -> bool:
+    return server.tokenizer_manager.is_pause
 
 
 def _full(worker: Any) -> dict[str, Any]:
@@ -198,13 +290,24 @@ def _dump(worker: Any, folder: str) -> None:
     save_file({n: p.data.clone().contiguous() for n, p in named}, str(Path(folder) / f"rank-{worker.rank}.safetensors"))
 
 
+def dump_for_sglang(model: Any, named_tensors: Any) -> None:
+    """What SGLang calls in its workers as a custom weight loader: loads nothing, writes what is there."""
+    import torch
+    from safetensors.torch import save_file
+
+    rank, named = torch.distributed.get_rank(), model.named_parameters()
+    save_file({n: p.data.clone().contiguous() for n, p in named}, f"{os.environ[DUMPS]}/rank-{rank}.safetensors")
+
+
 @contextmanager
 def started(overrides: Sequence[str], *, gpus: int = 8) -> Iterator[Rig]:
-    """Ray, actors and servers, all ended with the block. Call after os.environ.update(environment())."""
+    """Ray, actors and servers, all ended with the block. Call after prepare()."""
     import ray
 
     folder = tempfile.TemporaryDirectory(prefix="verl-")
-    variables = {**environment(), "PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # this module, in workers
+    variables = environment() | {DUMPS: folder.name}
+    inherited = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), inherited]))  # this module, in workers
     ray.init(
         num_cpus=64, num_gpus=gpus, include_dashboard=False, object_store_memory=256 << 20, configure_logging=False,
         runtime_env={"env_vars": variables}, log_to_driver=bool(os.environ.get("RIG_LOG")), logging_level="error",
@@ -228,7 +331,8 @@ def _start(config: Any, dumps: Path) -> Rig:
     pool = RayResourcePool([config.trainer.n_gpus_per_node], use_gpu=True, max_colocate_count=1, name_prefix="actor")
     init = RayClassWithInitArgs(cls=ray.remote(ActorRolloutRefWorker), config=config.actor_rollout_ref, role="actor")
     fused = create_colocated_worker_cls(class_dict={"actor": init})  # as verl's trainers make them: roles in one process
-    group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=fused, device_name="cpu")
+    own = environment(config.actor_rollout_ref.actor.strategy)
+    group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=fused, device_name="cpu", worker_env=own)
     joined = [worker.__ray_call__.remote(_join_group) for worker in group.workers]
     actors = group.spawn(prefix_set=["actor"])["actor"]
     with ThreadPoolExecutor(1) as beside:  # both are slow, mostly by importing

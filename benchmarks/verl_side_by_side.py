@@ -19,7 +19,6 @@ models, and there is no network between the sides. It is no statement about GPUs
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -44,7 +43,7 @@ def main() -> int:
     parser.add_argument("--strategy", default="p2p_tcp")
     parser.add_argument("--bucket", type=int, default=64, help="MiB of verl's bucket")
     words = parser.parse_args()
-    os.environ.update(verl_rig.environment())
+    verl_rig.prepare()
     with tempfile.TemporaryDirectory(prefix="model-") as folder:
         sizes = {"hidden_size": words.hidden, "intermediate_size": 3 * words.hidden, "num_hidden_layers": words.layers}
         sizes |= {"vocab_size": words.vocab, "num_attention_heads": words.hidden // 64, "head_dim": 64}

@@ -1,27 +1,29 @@
 #!/usr/bin/env bash
-# Build one component environment: envs/build.sh core|trainer|sglang|vllm|verl|miles
+# Build one component environment: envs/build.sh core|trainer|sglang|vllm|verl|verl-sglang|miles
 #
 # The core goes to .venv, the rest to .venvs/<name>. An environment is rebuilt when its requirement
 # file changes (a stamp holds its hash), so calling this before every run costs nothing.
 # Real components do not agree on one transformers version, hence one environment for each. verl's is a thin layer over
-# vllm's, miles's one over trainer's and sglang's; those are built first and stay as they are.
+# vllm's; verl-sglang's (verl with Megatron actors and SGLang) and miles's are layers over sglang's and trainer's. Those below
+# are built first and stay as they are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-name=${1:?usage: envs/build.sh core|trainer|sglang|vllm|verl|miles}
+name=${1:?usage: envs/build.sh core|trainer|sglang|vllm|verl|verl-sglang|miles}
 case $name in
   core) venv=.venv ;;
-  trainer | sglang | vllm | verl | miles) venv=.venvs/$name ;;
-  *) echo "envs/build.sh: no environment named '$name'; there are: core trainer sglang vllm verl miles" >&2; exit 2 ;;
+  trainer | sglang | vllm | verl | verl-sglang | miles) venv=.venvs/$name ;;
+  *) echo "envs/build.sh: no environment named '$name'; there are: core trainer sglang vllm verl verl-sglang miles" >&2; exit 2 ;;
 esac
 
-recipe=1 # raise this when the commands below change, so that environments are rebuilt
+recipe=2 # raise this when the commands below change, so that environments are rebuilt
 hash() { cat "$@" | sha256sum | cut -d' ' -f1; }
-want_parts="$recipe $(hash envs/constraints.txt "envs/$name.txt")"
-base=()
+base=() parts=("envs/$name.txt")
 case $name in
   verl) base=(vllm) ;;
+  verl-sglang) base=(sglang trainer) parts+=(envs/verl.txt) ;; # of two versions of one package the first one's is found
   miles) base=(trainer sglang) ;;
 esac
+want_parts="$recipe $(hash envs/constraints.txt "${parts[@]}")"
 for below in "${base[@]}"; do
   envs/build.sh "$below"
   want_parts="$want_parts $(cat ".venvs/$below/.stamp-parts")"
@@ -71,7 +73,13 @@ pip --upgrade pip wheel setuptools
 for below in "${base[@]}"; do
   echo "$PWD/.venvs/$below/lib/python3.11/site-packages" >>"$venv/lib/python3.11/site-packages/base_environment.pth"
 done
-pip ${base[0]:+--no-deps} --requirement "envs/$name.txt"
+pip ${base[0]:+--no-deps} "${parts[@]/#/--requirement=}"
+case $name in
+  core | trainer | sglang | vllm)
+    # It asks for torch, which it does without. The package named nixl brings a CUDA 13 build as well, and is what engines look for.
+    pip --no-deps nixl-cu12==1.5.1
+    ;;
+esac
 case $name in
   trainer)
     # megatron-core is built from its source release: the wheel index has no CPU build for Python 3.11.

@@ -6,8 +6,10 @@ with what to set.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from weight_sync.config import strategies, sync_from
@@ -46,7 +48,12 @@ def check(config: Any) -> None:
         raise ConfigError(
             "weight_sync.failure.on_suspect=drop: verl resumes every replica, also one that was left out; use keep"
         )
-    for find in (_mode, _sides, _features, _sizes, _gpus):
+    scheme = conf.quant.scheme
+    if scheme not in ("auto", "none", "bf16") and not fallback(config):
+        raise ConfigError(
+            f"weight_sync.quant.scheme={scheme}: {QUANTISED}. Use auto, or name a verl backend to step down to: {_FALLBACK}"
+        )
+    for find in (_mode, _sides, _features, _megatron, _sizes, _gpus):
         for problem in find(config):
             raise ConfigError(f"+weight_sync={conf.strategy}: {problem}")
 
@@ -88,6 +95,10 @@ def _sides(config: Any) -> Iterator[str]:
         )
 
 
+QUANTISED = (
+    "quantised rollout is not supported in verl, where engines start with random weights and verl's own patches of their "
+    "quantised layers, so that how they keep what is loaded was never seen (train.py supports it)"
+)
 _FALLBACK = f"{_ENGINE}.engine_kwargs.{BACKEND}.fallback=nccl"
 
 
@@ -118,12 +129,40 @@ def _features(config: Any) -> Iterator[str]:
         (f"actor_rollout_ref.actor.{block}.param_offload", None, "parameters are not on the device between steps"),
         (f"actor_rollout_ref.actor.{block}.offload_policy", None, "parameters are not on the device between steps"),
         ("actor_rollout_ref.model.lora_rank", rank or None, "adapters are not the weights that engines serve"),
-        (f"{_ROLLOUT}.quantization", None, "quantised weights are not sent yet"),
-        ("actor_rollout_ref.actor.qat.enable", None, "quantised weights are not sent yet"),
+        (f"{_ROLLOUT}.quantization", None, QUANTISED),
+        ("actor_rollout_ref.actor.qat.enable", None, QUANTISED),
+        (f"actor_rollout_ref.actor.{block}.qat.enable", None, QUANTISED),
     ):
         found = _get(config, key) if value is None else value
         if found:
             yield f"{key}={found}: {why}. Unset it, or name a verl backend to step down to: {_FALLBACK}"
+    if method := _checkpoint_method(config):
+        path = _get(config, "actor_rollout_ref.model.path")
+        yield (
+            f"actor_rollout_ref.model.path={path}: its config.json has quantization_config {method}: {QUANTISED}. Use a "
+            f"checkpoint without, or name a verl backend to step down to: {_FALLBACK}"
+        )
+
+
+def _checkpoint_method(config: Any) -> str:
+    """quant_method of the checkpoint, where its folder is here; "" if none. Of a name of the hub the controller says it."""
+    file = Path(str(_get(config, "actor_rollout_ref.model.path") or "")) / "config.json"
+    published = json.loads(file.read_text()).get("quantization_config") if file.is_file() else None
+    return str(published.get("quant_method", "of no name")) if published else ""
+
+
+def _megatron(config: Any) -> Iterator[str]:
+    if _get(config, "actor_rollout_ref.actor.strategy") != "megatron" or fallback(config):
+        return
+    block = "actor_rollout_ref.actor.megatron"
+    if _get(config, f"{block}.use_megatron_fsdp"):
+        yield (
+            f"{block}.use_megatron_fsdp=True: Megatron-FSDP's shards are not planned for. Set it to False, or name a verl "
+            f"backend to step down to: {_FALLBACK}"
+        )
+    held, served = _get(config, f"{block}.dtype"), _get(config, f"{_ROLLOUT}.dtype")
+    if held != served:
+        yield f"{block}.dtype={held} and {_ROLLOUT}.dtype={served}: weights of Megatron actors are not cast. Make them equal"
 
 
 def _sizes(config: Any) -> Iterator[str]:

@@ -23,6 +23,7 @@ from weight_sync.session.verify import Level
 from weight_sync_integrations.job import pause_mode, resolve_early
 from weight_sync_integrations.ray.engine import connect_engine
 from weight_sync_integrations.verl.actor import ActorSide, VerlRanks, side
+from weight_sync_integrations.verl.check import QUANTISED
 from weight_sync_integrations.verl.job import job_for, served_config
 from weight_sync_integrations.verl.servers import tell_step
 from weight_sync_integrations.watch import LastRecord
@@ -97,8 +98,15 @@ class Controller:
 
     def _session(self) -> WeightSync:
         conf = self._settings.sync
-        job = job_for(self._settings, self._ranks.world, len(self._engines))
+        built = None
+        if self._settings.trainer["strategy"] == "megatron":
+            from weight_sync_integrations.verl import megatron
+
+            built = megatron.built(self._own.engine)
+        job = job_for(self._settings, self._ranks.world, len(self._engines), built)
         model = self._own.engine.model_config.hf_config.to_dict()
+        if published := model.get("quantization_config"):
+            raise ConfigError(f"the model's config has quantization_config {published.get('quant_method')}: {QUANTISED}")
         engines = list(self._engines.values())
         return WeightSync(
             self._ranks,

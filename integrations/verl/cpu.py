@@ -8,12 +8,14 @@ FSDP1's check that parameters are on a GPU before rank 0's values are broadcast:
 
 AsyncLLM.pause_generation(wait_for_inflight_requests=...): verl 0.9.1 was written for vLLM 0.24; 0.32, which runs beside
 the CPU trainer here, has the same under another name.
+
+dataclasses.fields(ServerArgs): verl 0.9.1 was written for SGLang 0.5.12; in 0.5.23 that is an ordinary class.
 """
 
 from __future__ import annotations
 
 import contextlib
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -129,3 +131,12 @@ def _old_pause(module: Any) -> None:
 @when_imported("torch.distributed.fsdp._init_utils")
 def _broadcast_on_cpu(module: Any) -> None:
     module._check_module_states_for_sync_module_states = lambda states: None
+
+
+@when_imported("verl.workers.rollout.sglang_rollout.async_sglang_server")
+def _arguments_of_a_server(module: Any) -> None:
+    import inspect
+
+    if not hasattr(module.ServerArgs, "__dataclass_fields__"):
+        fields = [SimpleNamespace(name=name) for name in inspect.signature(module.ServerArgs).parameters]
+        module.dataclasses = SimpleNamespace(fields=lambda owner: fields)

@@ -68,12 +68,14 @@ def settings_from(kwargs: Mapping[str, Any]) -> Settings:
     )
 
 
-def job_for(settings: Settings, ranks: int, engines: int) -> JobConf:
+def job_for(settings: Settings, ranks: int, engines: int, built: Mapping[str, Any] | None = None) -> JobConf:
     """The job of `ranks` actor ranks and `engines` replicas, checked as the stand-alone job is.
 
-    Raises ConfigError or ParallelError for what cannot be planned.
+    built: what the training engine says of keys that are null in the settings (megatron.built). Raises ConfigError or
+    ParallelError for what cannot be planned.
     """
-    t, r = settings.trainer, settings.rollout
+    r = settings.rollout
+    t = {key: (built or {}).get(key) if value is None else value for key, value in settings.trainer.items()}
     if t["strategy"] not in _KINDS:
         raise ConfigError(f"actor strategy {t['strategy']} has no shards to publish; there are {', '.join(_KINDS)}")
     tp, dp = int(r["tp"]), int(r["dp"] or 1)
@@ -91,7 +93,7 @@ def job_for(settings: Settings, ranks: int, engines: int) -> JobConf:
             **sizes,
             etp=int(t["etp"] or (sizes["tp"] if t["strategy"] == "megatron" else 1)),
             pipeline=None if t["pipeline"] is None else [int(layers) for layers in t["pipeline"]],
-            vocab_multiple=int(t["vocab_multiple"]),
+            vocab_multiple=int(t["vocab_multiple"] or 1),
             # verl keeps float32 masters under bfloat16 engines unless told otherwise; equal dtypes are not cast.
             casts=[] if t["strategy"] == "megatron" else ["float32"],
             dtype=r["dtype"] if t["strategy"] == "megatron" else None,

@@ -7,9 +7,10 @@ that it starts, and no command line or log.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weight_sync.errors import ConfigError
+from weight_sync.errors import ConfigError, SessionError, listed
 from weight_sync_integrations.verl.plugin import BACKEND
 
 
@@ -72,6 +73,20 @@ def address(kind: str, replica: int, seconds: float) -> dict[str, Any]:
     for part in ray.get([server.weight_sync_address.remote() for server in others], timeout=seconds):
         found["workers"] += part["workers"]
     return found
+
+
+def require_verified(replica: int, states: Sequence[Mapping[str, Any]]) -> None:
+    """Before a replica is resumed by anybody: its workers must hold no unverified bytes. Whoever catches the error of a failed
+    sync and resumes all replicas would serve a mixture of two versions.
+
+    states: of every worker {"rank", "suspect", "aborted"}. Raises SessionError.
+    """
+    if suspect := [f"{state['rank']}" for state in states if state["suspect"]]:
+        why = "; ".join(sorted({state["aborted"] for state in states} - {""}))
+        raise SessionError(
+            f"replica {replica} is not resumed: workers {listed(suspect)} hold weights of a sync that failed"
+            f"{f' ({why})' if why else ''}; the next complete sync resumes it"
+        )
 
 
 def tell_step(worker: Any, kind: str, replica: int, step: int, seconds: float) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-from weight_sync.errors import ConfigError, SessionError
+from weight_sync.errors import ConfigError
 from weight_sync_integrations.verl.job import settings_from
 from weight_sync_integrations.verl.plugin import BACKEND
-from weight_sync_integrations.verl.servers import url_of
+from weight_sync_integrations.verl.servers import require_verified, url_of
 from weight_sync_integrations.vllm.plugin import BACKEND as TRANSFER
 from weight_sync_integrations.vllm.plugin import TOKEN_VARIABLE
 from weight_sync_integrations.vllm.transport import TRANSPORT_VARIABLE
@@ -43,18 +43,13 @@ class WeightSyncVllmServer(vLLMHttpServer):
         engine_kwargs["weight_transfer_config"] = {"backend": TRANSFER}
 
     async def resume_engine_generation(self) -> None:
-        """verl's, refused while this engine holds bytes that nobody has verified: whoever catches the error of a failed sync
-        and resumes all replicas would serve a mixture of two versions."""
+        """verl's, refused while this engine holds bytes that nobody has verified."""
         if self.node_rank == 0:
             request = json.dumps({"method": "state", "payload": {}})
             replies = await self.engine.collective_rpc("weight_sync_call", args=(self.weight_sync_token, request))
             states = [json.loads(reply) for reply in replies]
-            if suspect := [str(s["rank"]) for s in states if not s["ok"] or s["reply"]["suspect"]]:
-                why = "; ".join(sorted({s["reply"]["aborted"] for s in states if s["ok"]} - {""}))
-                raise SessionError(
-                    f"replica {self.replica_rank} is not resumed: workers {', '.join(suspect)} hold weights of a sync that "
-                    f"failed{f' ({why})' if why else ''}; the next complete sync resumes it"
-                )
+            silent = {"suspect": True, "aborted": ""}
+            require_verified(self.replica_rank, [{**(s["reply"] if s["ok"] else silent), "rank": s["rank"]} for s in states])
         await super().resume_engine_generation()
 
     async def weight_sync_address(self) -> dict[str, Any]:

@@ -1,19 +1,21 @@
-"""These tests need the environment that verl is installed in; they import it with the CPU platform."""
+"""These tests need an environment that verl is installed in, beside vLLM or SGLang and Megatron; they import it with the CPU
+platform."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if importlib.util.find_spec("verl") is None else None
+    wanted = {"test_compose.py": "vllm", "test_megatron.py": "sglang"}  # configs are the same in both environments
+    missing = [name for name in ("verl", wanted.get(collection_path.name)) if name and importlib.util.find_spec(name) is None]
+    return True if missing else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from benchmarks.verl_rig import environment
+    from benchmarks.verl_rig import prepare
 
-    os.environ.update(environment())
+    prepare()
