@@ -1,6 +1,6 @@
 """Shard to shard between two GPUs against what people use today, on the same bytes, in one run.
 
-    python benchmarks/gpu_p2p.py [--layers 48] [--case same|gather|scatter] [--rounds 5] [--methods ...]
+    python benchmarks/gpu_p2p.py [--layers 48] [--case same|gather|scatter|tiny] [--rounds 5] [--methods ...]
 
 Needs two CUDA devices with peer access, torch, triton and cuda-bindings; Mooncake's CUDA build for `mooncake`. Qwen3-30B-A3B
 shapes in bf16: the trainer's ranks (Megatron layout, one contiguous buffer each) lie on GPU 0, the engine's (SGLang layout) on
@@ -13,7 +13,8 @@ GPU 1, each side in a process of its own. In turn, several times:
     tensors     NCCL broadcast tensor by tensor, then copies into the engine's parameters
 
 Cases: same: one rank to one rank. gather: 8 trainer ranks (tp8 etp8) to 1; scatter: 1 to 8 engine ranks (tp8): row-parallel
-weights become strided. After every method the engine's parameters are digested and must equal those of the first.
+weights become strided. tiny: as same, with as many tensors but small ones (an expert's matrix has 32 KB). After every method
+the engine's parameters are digested and must equal those of the first.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "same": ({"ranks": 1}, {"tp": 1}),
     "gather": ({"ranks": 8, "tp": 8, "etp": 8}, {"tp": 1}),
     "scatter": ({"ranks": 1}, {"tp": 8}),
+    "tiny": ({"ranks": 1}, {"tp": 1}),
 }
+TINY = {"hidden_size": 256, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 64, "vocab_size": 4096}
 BUCKET = 512 << 20
 
 
@@ -66,6 +69,8 @@ def specs(layers: int, case: str) -> tuple[Declared, Declared]:
         "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }  # fmt: skip
+    if case == "tiny":
+        config |= TINY
     family = family_yaml("qwen3_moe")
     trainer, rollout = CASES[case]
     source = Declared(family, config, trainer, None, {"vocab_multiple": 128})
@@ -136,9 +141,14 @@ class Side:
             for rank in range(dims.world)
         }  # fmt: skip
         self.threads = [ThreadPoolExecutor(1) for _ in range(dims.world)]
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        torch.distributed.init_process_group("nccl", rank=self.gpu, world_size=2, device_id=torch.device("cuda", self.gpu))
+        self._join(port)
         self._cache: dict[Any, Any] = {}
+
+    def _join(self, port: int) -> None:
+        """The two sides' communicator."""
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        device = self.torch.device("cuda", self.gpu)
+        self.torch.distributed.init_process_group("nccl", rank=self.gpu, world_size=2, device_id=device)
 
     def _agent(self, options: dict[str, Any], rank: int, coords: Any) -> Any:
         from weight_sync.transport import registry

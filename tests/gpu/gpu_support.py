@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from weight_sync.delta.spec import DeltaSpec
 from weight_sync.ids import ITEMSIZE, Deadline
 from weight_sync.layout.table import Layout
 from weight_sync.plan.schedule import Budget, CostModel
@@ -156,6 +157,12 @@ class Engine(InProcessEngine):
         return {rank: self.remote("call", rank, method, dict(payload)) for rank, payload in payloads.items()}
 
 
+def torch_() -> Any:
+    import torch
+
+    return torch
+
+
 class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -172,6 +179,7 @@ class Job:
         costs: CostModel | None = None,
         budget: Budget | None = None,
         level: Level = Level.DIGEST,
+        delta: DeltaSpec | None = None,
     ) -> None:
         import torch
 
@@ -183,7 +191,7 @@ class Job:
         self._same_where_replicated()
         agents = [SourceAgent(source, lambda: registry.create(**transport)) for source in self.sources]
         self.engine = self.start("e0", 2)
-        spec = SyncSpec(*sides, costs=costs or CostModel(), budget=budget or Budget())
+        spec = SyncSpec(*sides, costs=costs or CostModel(), budget=budget or Budget(), delta=delta)
         self.sync = WeightSync(InProcessTrainers(agents), [self.engine], spec, level=level)
 
     def start(self, name: str, seed: int) -> Engine:
@@ -199,6 +207,16 @@ class Job:
 
                 tensor.view(getattr(torch, kind)).bitwise_xor_(0x0155)
         torch.cuda.synchronize()
+
+    def nudge(self, share: float) -> None:
+        """Other values in this share of the elements, the same ones wherever a box is held."""
+        for source in self.sources:
+            for tensor in source.live.values():
+                words = tensor.view(-1).view(getattr(torch_(), {2: "int16", 4: "int32"}[tensor.element_size()]))
+                # By the value, so that ranks with the same box change the same elements of it.
+                hit = (words.long() * 2654435761 >> 7) % 1_000_000 < int(share * 1e6)
+                words[hit] ^= 0x0055
+        torch_().cuda.synchronize()
 
     def _same_where_replicated(self) -> None:
         """Ranks that hold the same box hold the same values: each tensor is made once and cut."""

@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 from gpu_support import Job  # noqa: E402
 
 from weight_sync.config import engine_yaml, family_yaml  # noqa: E402
+from weight_sync.delta.spec import DeltaSpec  # noqa: E402
 from weight_sync.errors import TransportError, VerifyError, WeightSyncError  # noqa: E402
 from weight_sync.plan.schedule import Budget, CostModel  # noqa: E402
 from weight_sync.session.inputs import Declared  # noqa: E402
@@ -90,6 +91,21 @@ def test_the_stricter_levels_of_verification_work_on_gpus(job: Any, level: Level
     made.commit(1)
 
 
+@pytest.mark.parametrize("snapshot", ["host", "device"])
+@pytest.mark.parametrize("config", [MOE, GLM45], ids=["as it lies", "some of it cast"])
+def test_a_delta_leaves_every_byte_as_a_complete_session_would(job: Any, snapshot: Any, config: Any) -> None:
+    made = job(sides(config), IPC, delta=DeltaSpec(snapshot=snapshot, staging=1 << 16, max_share=1.0))
+    made.commit(1)
+    for version, share in enumerate((0.02, 0.0, 0.3), 2):
+        made.nudge(share)
+        want = made.expected(made.engine.remote("content"))
+        outcome = made.sync.sync(version)
+        made.check(made.engine, want)
+        assert outcome.delta is not None
+        assert outcome.delta.used, outcome.delta.text
+        assert (outcome.bytes == 0) == (share == 0.0)
+
+
 def test_a_byte_damaged_after_the_write_is_found_and_the_next_sync_repairs_it(job: Any) -> None:
     made = job()
     made.commit(1)
@@ -157,4 +173,22 @@ def test_a_transport_whose_peer_closed_writes_nothing(job: Any) -> None:
 
     with pytest.raises(TransportError, match="closed"):
         transport.wait(transport.write(batch), Deadline.after(20))
+    made.check(made.engine, held)
+
+
+def test_what_is_asked_of_the_gpu_behind_a_write_does_not_reach_the_bytes_that_it_reads(job: Any) -> None:
+    """Staging buffers are filled again without waiting on the host: the order is the device's."""
+    from weight_sync.ids import Deadline
+
+    made = job()
+    made.commit(1)
+    held = made.engine.remote("content")
+    agent = made.sync._trainers._agents[0]
+    bound, transport = agent._bound, agent._transport
+    batch = next(batch for _, batch in bound.batches if bound.targets[0].endpoint["address"] == batch.endpoint.address)
+    tickets = [transport.write(batch) for _ in range(20)]
+    transport.follow(tickets[-1])
+    made.step()
+    for ticket in tickets:
+        transport.wait(ticket, Deadline.after(20))
     made.check(made.engine, held)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_sync.errors import PlanError
-from weight_sync.quant.kernel import Job, Scan, ScanEach, Stats, check, check_view
+from weight_sync.quant.kernel import Job, Prepared, Scan, ScanEach, Stats, check, check_view
 from weight_sync.quant.reference import codes_of, decode_table
 from weight_sync.quant.scheme import EXPONENT, KINDS, Pair, Scheme
 
@@ -46,6 +46,9 @@ class HostKernel:
 
     def prepare_scan(self, jobs: Sequence[Job], kept: Sequence[bool]) -> ScanEach:
         return ScanEach(self, jobs, kept)
+
+    def fetch(self, made: Sequence[Prepared]) -> None:
+        return
 
     def scan(self, jobs: Sequence[Job]) -> list[Scan]:
         for job in jobs:

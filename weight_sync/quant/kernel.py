@@ -129,6 +129,10 @@ class Kernel(Protocol):
         """scan() for jobs that come again with every sync. kept: of which jobs the groups' absmax is wanted."""
         ...
 
+    def fetch(self, made: Sequence[Prepared]) -> None:
+        """Before stats() and outgrown() of many: bring what their last runs counted to the host at once, if it is elsewhere."""
+        ...
+
 
 class PreparedScan(Protocol):
     """What the last run() found, in host memory.

@@ -14,7 +14,7 @@ import torch  # pyright: ignore[reportMissingImports] - imported only where ther
 
 from weight_sync.errors import PlanError
 from weight_sync.quant.host import BAND, bands
-from weight_sync.quant.kernel import Job, Scan, ScanEach, Stats, check, check_view
+from weight_sync.quant.kernel import Job, Prepared, Scan, ScanEach, Stats, check, check_view
 from weight_sync.quant.scheme import EXPONENT, KINDS, Scheme
 
 _INFINITE = 0x7F800000
@@ -37,6 +37,9 @@ class TorchKernel:
 
     def prepare_scan(self, jobs: Sequence[Job], kept: Sequence[bool]) -> ScanEach:
         return ScanEach(self, jobs, kept)
+
+    def fetch(self, made: Sequence[Prepared]) -> None:
+        return
 
     def scan(self, jobs: Sequence[Job]) -> list[Scan]:
         found = []

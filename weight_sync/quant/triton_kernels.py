@@ -284,11 +284,11 @@ def tile_kernel(
     inside = r_inside[:, None] & ((c >= 0) & (c < col_end))[None, :]
     w = _load(row, r, c, inside, SOURCE, ROUND, CONTIGUOUS, ALIGNED)
     magnitude = w.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    own = tl.max(tl.max(magnitude, 1), 0)
+    own = tl.max(magnitude)
     nonfinite = own * 0
     if LOOK or REPORT:  # noqa: SIM102 - one is known when compiling, the other when running
         if own >= 0x7F800000:
-            nonfinite = tl.sum(tl.sum((magnitude >= 0x7F800000).to(tl.int32), 1), 0)
+            nonfinite = tl.sum((magnitude >= 0x7F800000).to(tl.int32))
     if LOOK:
         where = tl.load(row + 18)
         if where != 0:
@@ -333,14 +333,14 @@ def tile_kernel(
         if REPORT:
             # what is outside is 0, and so is its code's value
             by = used if SCALE == "two_level" else stored
-            error = tl.max(tl.max(tl.abs(value * by - w), 1), 0)
+            error = tl.max(tl.abs(value * by - w))
             error = tl.div_rn(error, tl.where(amax > 0, amax, 1.0))
             saturated = own * 0
             largest = own.to(tl.float32, bitcast=True)
             largest = tl.div_rn(largest, used) if APPLY == "divide" else largest * used
             if largest > HIGH + BEYOND:  # else none is; |LOW| is not less than HIGH
                 out = (y > HIGH + BEYOND) | (y < LOW - BEYOND)
-                saturated = tl.sum(tl.sum(out.to(tl.int32), 1), 0)
+                saturated = tl.sum(out.to(tl.int32))
             zeros = ((amax == 0) & first).to(tl.int32)
             _count(stats, program, error, saturated, zeros, nonfinite, SLOTS)
 
@@ -376,12 +376,12 @@ def rows_kernel(
     w3 = tl.reshape(w, [R, C // G, G])
     magnitude = w3.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     own = tl.max(magnitude, 2)
-    most = tl.max(tl.max(own, 1), 0)
+    most = tl.max(own)
     nonfinite = most * 0
     if LOOK or REPORT:  # noqa: SIM102 - one is known when compiling, the other when running
         if most >= 0x7F800000:
             bad = (w.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
-            nonfinite = tl.sum(tl.sum(bad.to(tl.int32), 1), 0)
+            nonfinite = tl.sum(bad.to(tl.int32))
     g = j + tl.arange(0, C // G)
     group = r[:, None] * grid_cols + g[None, :]
     there = (r < rows)[:, None] & (g < grid_cols)[None, :]
@@ -401,10 +401,10 @@ def rows_kernel(
         if known != 0:
             amax = tl.load(known.to(tl.pointer_type(tl.float32)) + group, mask=there, other=0.0)
             limit = amax.to(tl.int32, bitcast=True)
-            grown = tl.sum(tl.sum((there & (own > limit) & (limit < 0x7F800000)).to(tl.int32), 1), 0)
+            grown = tl.sum((there & (own > limit) & (limit < 0x7F800000)).to(tl.int32))
             if (grown != 0) & (tl.load(row + 10) != 0):
                 tl.atomic_add(stats + (program % SLOTS) * 5 + 4, grown.to(tl.int64))
-        total = tl.max(tl.max(amax, 1), 0)
+        total = tl.max(amax)
         if SCALE == "two_level":
             total = tl.load(tl.load(row + 13).to(tl.pointer_type(tl.float32)))
         stored, used, whole = _scale(
@@ -415,7 +415,7 @@ def rows_kernel(
             y = _divided(
                 w3,
                 used3,
-                tl.min(tl.min(_near(used).to(tl.int32), 1), 0) == 1,
+                tl.min(_near(used).to(tl.int32)) == 1,
                 SCALE == "power_of_two",
                 KIND == "fp8" and NEGATIVE_ZERO,
             )
@@ -438,12 +438,12 @@ def rows_kernel(
             by = used3 if SCALE == "two_level" else tl.reshape(stored, [R, C // G, 1])
             # what is outside is 0, and so is its code's value
             error = tl.div_rn(tl.max(tl.abs(value * by - w3), 2), tl.where(amax > 0, amax, 1.0))
-            error = tl.max(tl.max(tl.where(error < float("inf"), error, 0.0), 1), 0)
+            error = tl.max(tl.where(error < float("inf"), error, 0.0))
             saturated = most * 0
             largest = own.to(tl.float32, bitcast=True)
             largest = tl.div_rn(largest, used) if APPLY == "divide" else largest * used
-            if tl.max(tl.max(tl.where(there, largest, 0.0), 1), 0) > HIGH + BEYOND:  # else none is
+            if tl.max(tl.where(there, largest, 0.0)) > HIGH + BEYOND:  # else none is
                 out = tl.reshape(((y > HIGH + BEYOND) | (y < LOW - BEYOND)).to(tl.int32), [R, C])
-                saturated = tl.sum(tl.sum(out, 1), 0)
-            zeros = tl.sum(tl.sum(((amax == 0) & there).to(tl.int32), 1), 0)
+                saturated = tl.sum(out)
+            zeros = tl.sum(((amax == 0) & there).to(tl.int32))
             _count(stats, program, error, saturated, zeros, nonfinite, SLOTS)

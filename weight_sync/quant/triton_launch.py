@@ -18,11 +18,14 @@ from numpy.typing import NDArray
 
 from weight_sync.errors import PlanError
 from weight_sync.quant import triton_kernels
-from weight_sync.quant.kernel import Job, Scan, Stats, check, check_view
+from weight_sync.quant.kernel import Job, Prepared, Scan, Stats, check, check_view
 from weight_sync.quant.scheme import KINDS, Pair, Scheme
 
 TILE = 1 << 14
 """Most elements of a tile: 64 KB of float32 in registers, so that two programs fit a multiprocessor."""
+PART_TILE = 1 << 12
+"""Most elements of a tile where it need not hold a whole group: when only looking, or when the group's absmax is known. More
+programs fit a multiprocessor then, and one loads while another computes: benchmarks/gpu_notes.md."""
 ROWS_TILE = 1 << 13
 """Elements of a tile of many small groups."""
 MOST_WARPS = 8
@@ -40,12 +43,13 @@ class _Kind:
     source: str
     contiguous: bool
     aligned: bool
+    part: bool = False
 
     @property
     def warps(self) -> int:
         """So many that a thread holds 32 to 64 elements."""
         elements = self.tile[0] * self.tile[1]
-        return max(1, min(MOST_WARPS, elements // (2048 if self.rows_kernel else 1024)))
+        return max(1, min(MOST_WARPS, elements // (2048 if self.rows_kernel or self.part else 1024)))
 
 
 class TritonKernel:
@@ -60,6 +64,13 @@ class TritonKernel:
 
     def prepare_scan(self, jobs: Sequence[Job], kept: Sequence[bool]) -> TritonScan:
         return TritonScan(self.scheme, jobs, kept)
+
+    def fetch(self, made: Sequence[Prepared]) -> None:
+        mine = [one for one in made if isinstance(one, TritonPrepared) and one.ran]
+        if mine:
+            counted = np.asarray(torch.stack([one.counts for one in mine]).cpu().numpy(), np.int64)
+            for one, here in zip(mine, counted, strict=True):
+                one.here = here
 
     def scan(self, jobs: Sequence[Job]) -> list[Scan]:
         for job in jobs:
@@ -133,7 +144,7 @@ def _power(n: int) -> int:
     return 1 << max(0, (n - 1).bit_length())
 
 
-def _kind(scheme: Scheme, job: Job) -> _Kind:
+def _kind(scheme: Scheme, job: Job, look: bool = False) -> _Kind:
     rows, cols = scheme.groups(job.shape)
     itemsize = job.view.element_size()
     strides = job.view.stride()
@@ -153,9 +164,11 @@ def _kind(scheme: Scheme, job: Job) -> _Kind:
     if rows == 1 and cols == _power(cols) and least <= cols <= 256:
         width = max(cols, 512 if job.size[1] >= 256 else 128)  # two sizes only: each is compiled once
         return _Kind(True, (max(1, ROWS_TILE // width), width), cols, job.source_dtype, contiguous, aligned)
-    width = min(max(_power(cols), least), TILE)
-    height = min(_power(rows), max(1, TILE // width))
-    return _Kind(False, (height, width), 1, job.source_dtype, contiguous, aligned)
+    part = look or job.amax is not None
+    most = PART_TILE if part else TILE
+    width = min(max(_power(cols), least), most)
+    height = min(_power(rows), max(1, most // width))
+    return _Kind(False, (height, width), 1, job.source_dtype, contiguous, aligned, part)
 
 
 def _tiles(scheme: Scheme, job: Job, kind: _Kind) -> int:
@@ -224,7 +237,7 @@ def _launches(scheme: Scheme, jobs: Sequence[Job], table: Any, look: bool, repor
     """The launches over jobs, whose rows are in `table` (on the host; copied here)."""
     by_kind: dict[_Kind, list[int]] = {}
     for i, job in enumerate(jobs):
-        by_kind.setdefault(_kind(scheme, job), []).append(i)
+        by_kind.setdefault(_kind(scheme, job, look), []).append(i)
     device = jobs[0].view.device if jobs else None
     there = torch.from_numpy(table).to(device)
     launches = []
@@ -238,26 +251,29 @@ def _launches(scheme: Scheme, jobs: Sequence[Job], table: Any, look: bool, repor
 
 
 class TritonPrepared:
-    """See weight_sync.quant.kernel.Prepared. Views, parts, amax and total must be on one device and stay where they are."""
+    """See weight_sync.quant.kernel.Prepared. Views, parts, amax and total must be on one device and stay where they are.
+
+    counts: what the kernels count, on the device; here: the same in host memory, once it was brought. ran: there is something.
+    """
 
     def __init__(self, scheme: Scheme, jobs: Sequence[Job], stats: bool) -> None:
         self.jobs = list(jobs)  # keeps their memory alive
         self._elements = sum(job.size[0] * job.size[1] for job in jobs)
         self._looks: list[_Launch] = []
         self._launches: list[_Launch] = []
-        self._here: NDArray[np.int64] | None = None
+        self.ran = False
+        self.here: NDArray[np.int64] | None = None
         if not jobs:
             return
         device = jobs[0].view.device
-        self._stats = torch.zeros((triton_kernels.SLOTS, triton_kernels.COUNTS), dtype=torch.int64, device=device)
+        self.counts = torch.zeros((triton_kernels.SLOTS, triton_kernels.COUNTS), dtype=torch.int64, device=device)
         table = _table(scheme, jobs)
         look = self._looked(scheme, table, device)
         if look:
             self._looks = _launches(scheme, [jobs[i] for i in look], table[look], look=True)
         self._launches = _launches(scheme, jobs, table, look=False, report=stats)
         for launch in (*self._looks, *self._launches):
-            launch.compile(self._stats)
-        self._ran = False
+            launch.compile(self.counts)
 
     def _looked(self, scheme: Scheme, table: NDArray[np.int64], device: Any) -> list[int]:
         """Jobs whose absmax or total must be found first; the memory for it goes into the table."""
@@ -287,27 +303,27 @@ class TritonPrepared:
     def run(self) -> None:
         if not self._launches:
             return
-        self._stats.zero_()
-        self._here = None
+        self.counts.zero_()
+        self.here = None
         if self._looks:
             self._found.zero_()
         for launch in (*self._looks, *self._launches):
-            launch(self._stats)
-        self._ran = True
+            launch(self.counts)
+        self.ran = True
 
     def stats(self) -> Stats:
-        if not self._launches or not self._ran:
+        if not self.ran:
             return Stats()
         rows = self._counted()
         error = float(rows[:, 0].max().astype(np.int32).view(np.float32))
         return Stats(error, *(int(n) for n in rows[:, 1:4].sum(0)), elements=self._elements)
 
     def outgrown(self) -> int:
-        return int(self._counted()[:, 4].sum()) if self._launches and self._ran else 0
+        return int(self._counted()[:, 4].sum()) if self.ran else 0
 
     def _counted(self) -> NDArray[np.int64]:
         """The statistics of the last run, brought to the host once."""
-        here = self._here
+        here = self.here
         if here is None:
-            here = self._here = np.asarray(self._stats.cpu().numpy(), np.int64)
+            here = self.here = np.asarray(self.counts.cpu().numpy(), np.int64)
         return here
