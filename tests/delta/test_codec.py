@@ -1,0 +1,293 @@
+"""The wire format: whatever changed comes back exactly, in as few bytes as promised, and nothing else is taken."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weight_sync.delta.codec import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    WORDS,
+    Change,
+    Kind,
+    Label,
+    Record,
+    decode,
+    encode,
+    message_bytes,
+    most_elements,
+    write_message,
+)
+from weight_sync.delta.spec import LEAST_STAGING, Base, DeltaSpec
+from weight_sync.errors import DeltaError
+
+LABEL = Label("3-ab-cd", Base("3-ab-ef", 7, "0123456789abcdef" * 2), "plan", 2, 1 << 40)
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def drawn(seed: int, numel: int, size: int, share: float) -> tuple[Any, Any]:
+    """(words before, words after) of which about this share differ."""
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 256, numel * size, np.uint8).view(WORDS[size])
+    new = old.copy()
+    hit = np.flatnonzero(rng.random(numel) < share)
+    new[hit] ^= rng.integers(1, 256, len(hit)).astype(WORDS[size])
+    return old, new
+
+
+def records_of(old: Any, new: Any, span: int) -> list[Record]:
+    found = []
+    for low in range(0, len(new), span):
+        positions = np.flatnonzero(old[low : low + span] != new[low : low + span])
+        if len(positions):
+            found.append(encode(low, new[low : low + span], positions))
+    return found
+
+
+def message(records: list[tuple[int, Record]], label: Label = LABEL) -> Any:
+    out = np.full(message_bytes(record for _, record in records) + 64, 0xEE, np.uint8)
+    used = write_message(out, label, records)
+    assert used == len(out) - 64
+    assert (out[used:] == 0xEE).all(), "nothing is written behind a message"
+    return out[:used]
+
+
+def apply(changes: list[Change], words: list[Any]) -> None:
+    for change in changes:
+        at = slice(change.first, change.first + len(change.values)) if change.positions is None else change.positions
+        words[change.transfer][at] = change.values
+
+
+@QUICK
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2**32 - 1),
+            st.integers(1, 3000),
+            st.sampled_from([1, 2, 4, 8]),
+            st.sampled_from([0.0, 0.0005, 0.004, 0.03, 0.2, 0.6, 1.0]),
+        ),
+        max_size=5,
+    ),
+    st.integers(1, 1200),
+)
+def test_what_changed_comes_back_whatever_the_words_sizes_and_densities(drawings: list[Any], span: int) -> None:
+    pairs = [drawn(*one) for one in drawings]
+    records = [(i, record) for i, (old, new) in enumerate(pairs) for record in records_of(old, new, span)]
+    words = [old.copy() for old, _ in pairs]
+    changes = decode(message(records), LABEL, [(len(new), new.itemsize) for _, new in pairs])
+    apply(changes, words)
+    assert all(np.array_equal(a, new) for a, (_, new) in zip(words, pairs, strict=True))
+    assert len(changes) == len(records)
+    for _, record in records:
+        assert record.nbytes <= RECORD_BYTES + -(-record.span * record.itemsize // 8) * 8, "never larger than all elements"
+
+
+@pytest.mark.parametrize(
+    ("share", "kind", "most"),
+    [
+        (0.001, Kind.GAPS16, 4.2),
+        (0.01, Kind.GAPS8, 3.2),
+        (0.03, Kind.GAPS8, 3.1),
+        (0.5, Kind.BITMAP, 2.3),
+        (1.0, Kind.DENSE, 2.01),
+    ],
+)
+def test_a_changed_bf16_element_costs_as_few_bytes_as_the_format_promises(share: float, kind: Kind, most: float) -> None:
+    old, new = drawn(1, 1 << 18, 2, share)
+    (record,) = records_of(old, new, 1 << 18)
+    assert record.kind == kind
+    assert record.nbytes / (old != new).sum() < most
+
+
+@pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 65534, 65535, 65536, 131070, 200000])
+@pytest.mark.parametrize("kind", [Kind.GAPS8, Kind.GAPS16])
+def test_gaps_around_the_largest_number_of_a_byte_or_two(gap: int, kind: Kind) -> None:
+    from weight_sync.delta import codec
+
+    positions = np.asarray([gap, 2 * gap + 1])
+    index = codec._gap_index(np.asarray([gap, gap]), codec._GAPS[kind])
+    record = Record(kind, 2, 0, 400_002, 2, index, np.asarray([5, 6], "<u2").view(np.uint8))
+    (change,) = decode(message([(0, record)]), LABEL, [(400_002, 2)])
+    assert change.positions is not None
+    assert change.positions.tolist() == positions.tolist()
+    assert change.values.tolist() == [5, 6]
+
+
+def test_an_unchanged_part_has_no_record_and_an_empty_message_changes_nothing() -> None:
+    with pytest.raises(DeltaError, match="nothing changed"):
+        encode(0, np.zeros(4, np.uint16), np.empty(0, np.int64))
+    assert decode(message([]), LABEL, []) == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("staging", [LEAST_STAGING, 4096, 64 << 20])
+def test_any_record_of_as_many_elements_as_promised_fits_a_message(staging: int, size: int) -> None:
+    limit = DeltaSpec(staging=staging).message
+    assert 2 * limit <= staging
+    span = min(1 << 16, most_elements(limit, size))
+    assert span >= 1
+    words = np.arange(span).astype(WORDS[size])
+    assert message_bytes([encode(0, words, np.arange(span))]) <= limit
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+SIZES = [(3000, 2), (70, 4), (500, 1)]
+
+
+def good() -> Any:
+    records: list[tuple[int, Record]] = []
+    for i, (numel, size) in enumerate(SIZES):
+        old, new = drawn(i, numel, size, (0.01, 0.6, 1.0)[i])
+        records += [(i, record) for record in records_of(old, new, 1000)]
+    return message(records)
+
+
+@QUICK
+@given(st.integers(0, 10**9), st.integers(1, 255))
+def test_any_byte_that_is_another_one_is_refused(at: int, flip: int) -> None:
+    raw = good().copy()
+    raw[at % len(raw)] ^= flip
+    with pytest.raises(DeltaError):
+        decode(raw, LABEL, SIZES)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 8])
+def test_a_message_that_is_cut_off_is_refused(nbytes: int) -> None:
+    with pytest.raises(DeltaError, match=r"bytes, a header alone has 128|another (size|number of records)"):
+        decode(good()[:nbytes], LABEL, SIZES)
+    with pytest.raises(DeltaError, match="another size"):
+        decode(np.append(good(), np.zeros(8, np.uint8)), LABEL, SIZES)
+
+
+@pytest.mark.parametrize(
+    ("expects", "says"),
+    [
+        (replace(LABEL, session="3-ab-00"), "another session"),
+        (replace(LABEL, base=replace(LABEL.base, session="x")), "another base session"),
+        (replace(LABEL, base=replace(LABEL.base, digest="x")), "another base digest"),
+        (replace(LABEL, base=replace(LABEL.base, version=6)), "another base version"),
+        (replace(LABEL, plan="other"), "another plan"),
+        (replace(LABEL, target=3), "another target"),
+        (replace(LABEL, source=1), "another source rank"),
+    ],
+)
+def test_a_message_for_somebody_else_is_refused_by_what_differs(expects: Label, says: str) -> None:
+    with pytest.raises(DeltaError, match=says):
+        decode(good(), expects, SIZES)
+
+
+def sealed(raw: Any) -> Any:
+    """The same bytes with a digest that fits them: what a sender with a mistake would write."""
+    raw = raw.copy()
+    raw[HEADER_BYTES - 16 : HEADER_BYTES] = 0
+    raw[HEADER_BYTES - 16 : HEADER_BYTES] = np.frombuffer(xxhash.xxh3_128_digest(raw.data), np.uint8)
+    return raw
+
+
+def _record(**fields: Any) -> Callable[[], Any]:
+    """A message of one gap record (elements 3 and 10 of 16) with other fields."""
+
+    def make() -> Any:
+        new = np.arange(16, dtype="<u2")
+        base = Record(Kind.GAPS8, 2, 0, 16, 2, np.asarray([3, 6], np.uint8), new[[3, 10]].view(np.uint8))
+        return message([(fields.get("transfer", 0), replace(base, **{k: v for k, v in fields.items() if k != "transfer"}))])
+
+    return make
+
+
+def _poke(at: int, code: str, value: int) -> Callable[[], Any]:
+    def make() -> Any:
+        raw = _record()().copy()
+        raw[at : at + struct.calcsize(code)] = np.frombuffer(struct.pack(f"<{code}", value), np.uint8)
+        return sealed(raw)
+
+    return make
+
+
+def _two(first: int) -> Callable[[], Any]:
+    def make() -> Any:
+        one = Record(Kind.DENSE, 2, 4, 4, 4, np.empty(0, np.uint8), np.zeros(8, np.uint8))
+        return message([(0, one), (0, replace(one, first=first))])
+
+    return make
+
+
+FIRST = HEADER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_record(transfer=1), "transfer 1 are not in the plan"),
+        (_record(first=8), r"elements \[8, 24\) of transfer 0 are not in the plan"),
+        (_record(itemsize=4, values=np.zeros(8, np.uint8)), "elements of 4 bytes; transfer 0 has other ones"),
+        (_record(index=np.asarray([3, 13], np.uint8)), "gaps lead to element 17 of 16"),
+        (_record(index=np.asarray([3, 255], np.uint8)), "gaps lead to 1 elements, not 2"),
+        (_record(index=np.asarray([3, 6, 1], np.uint8)), "gaps lead to 3 elements, not 2"),
+        (_record(index=np.asarray([3, 1, 255], np.uint8)), "gaps lead to 2 elements, not 2"),
+        (_record(index=np.empty(0, np.uint8)), "gaps lead to 0 elements"),
+        (_record(kind=Kind.GAPS16, index=np.asarray([3, 0, 6], np.uint8)), "3 bytes of gaps of 2"),
+        (_record(kind=Kind.BITMAP, index=np.asarray([8, 4], np.uint8), span=16, changed=2), None),
+        (_record(kind=Kind.BITMAP, index=np.asarray([8, 5], np.uint8)), "a bitmap of 3 elements"),
+        (_record(kind=Kind.BITMAP, index=np.asarray([8], np.uint8)), "a bitmap of 1 bytes for 16 elements"),
+        (_record(kind=Kind.BITMAP, index=np.asarray([8, 4], np.uint8), span=10), r"a bitmap of 2 elements up to \[10\]"),
+        (_record(kind=Kind.DENSE), "dense, but 2 values and 2 bytes of index for 16 elements"),
+        (_record(changed=0, values=np.empty(0, np.uint8)), "0 of 16 elements"),
+        (_record(changed=3), "gaps lead to 2 elements, not 3"),
+        (_record(changed=17), "17 of 16 elements"),
+        (_record(changed=9, span=9), "leave the message"),
+        (_record(span=0, changed=0), "0 of 0 elements"),
+        (_poke(FIRST + 4, "B", 4), "unknown kind 4"),
+        (_poke(FIRST + 6, "H", 1), "reserved bytes in use"),
+        (_poke(FIRST + 28, "I", 1), "reserved bytes in use"),
+        (_poke(FIRST + 24, "I", 1 << 20), "leave the message"),
+        (_poke(FIRST + RECORD_BYTES + 4, "B", 9), "bytes between its parts are not zero"),
+        (_poke(FIRST + RECORD_BYTES + 12, "B", 9), "bytes between its parts are not zero"),
+        (_poke(12, "I", 2), "the message ends before it"),
+        (_poke(12, "I", 0), "bytes behind its last record"),
+        (_poke(8, "H", 2), "another format"),
+        (_poke(10, "H", 1), "another reserved bytes"),
+        (_poke(0, "B", 0x57), "another magic"),
+        (_two(6), "overlaps what came before"),
+        (_two(0), "comes late"),
+        (_two(8), None),
+    ],
+)
+def test_what_is_malformed_or_out_of_range_is_refused_even_with_a_digest_that_fits(make: Any, says: str | None) -> None:
+    raw = make()
+    if says is None:
+        assert decode(raw, LABEL, [(16, 2)])
+        return
+    with pytest.raises(DeltaError, match=says):
+        decode(raw, LABEL, [(16, 2)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6))
+def test_a_sender_with_any_mistake_is_refused_or_stays_inside_the_transfers(pokes: list[tuple[int, int]]) -> None:
+    raw = good().copy()
+    for at, value in pokes:
+        raw[HEADER_BYTES + at % (len(raw) - HEADER_BYTES)] = value
+    try:
+        changes = decode(sealed(raw), LABEL, SIZES)
+    except DeltaError:
+        return
+    for change in changes:
+        numel, size = SIZES[change.transfer]
+        assert change.values.itemsize == size
+        last = change.first + len(change.values) - 1 if change.positions is None else int(change.positions[-1])
+        assert 0 <= change.first <= last < numel
+        if change.positions is not None:
+            assert (np.diff(change.positions) > 0).all()
+            assert len(change.positions) == len(change.values)
