@@ -25,6 +25,7 @@ import httpx
 
 from benchmarks.drill_model import Values
 from weight_sync import errors
+from weight_sync.delta.spec import DeltaSpec
 from weight_sync.errors import DeadlineExceeded, SessionError
 from weight_sync.ids import Deadline
 from weight_sync.session.connect import SyncSpec
@@ -155,6 +156,7 @@ class Controller:
 
     sync {"version", "kill"}   kill: {"phase", "pid" (0: this process), "signal", "delay"} or nothing
     connect, recover, check {"version"} (check_weight_equal), trainers {"ports"}, level {"level"}
+    delta {"on"}               as fresh, with or without deltas
     join {"engine", "pull"}, leave {"name", "gone"}, replace {"name", "engine", "gone", "pull"}
     fresh                      drop the WeightSync and make another, as a controller that was restarted has one
     """
@@ -165,6 +167,7 @@ class Controller:
         self._engines = [self._engine(engine) for engine in spec["engines"]]
         self._killer = Killer()
         self._level = Level(spec.get("level", "digest"))
+        self._delta: DeltaSpec | None = None
         self._sync = self._made()
 
     def _engine(self, about: Mapping[str, Any]) -> Any:
@@ -175,7 +178,8 @@ class Controller:
         dims = {**target.dims, "engines": len(self._engines)}
         target = Declared(target.family, target.config, dims, target.convention, target.symbols)
         return WeightSync(
-            self._trainers, self._engines, SyncSpec(source, target), pause=self._spec["pause"], observer=self._killer,
+            self._trainers, self._engines, SyncSpec(source, target, delta=self._delta), pause=self._spec["pause"],
+            observer=self._killer,
             timeouts=Timeouts(**self._spec["timeouts"]), level=self._level,
         )  # fmt: skip
 
@@ -195,7 +199,8 @@ class Controller:
     def do_sync(self, command: Mapping[str, Any]) -> dict[str, Any]:
         self._killer.order = command.get("kill")
         outcome = self._sync.sync(command["version"])
-        return {"bytes": outcome.bytes, "digest": outcome.digest}
+        reason = None if outcome.delta is None else outcome.delta.reason
+        return {"bytes": outcome.bytes, "digest": outcome.digest, "complete": reason}
 
     def do_check(self, command: Mapping[str, Any]) -> dict[str, Any]:
         return {"bytes": self._sync.check_weight_equal(command["version"]).bytes}
@@ -211,6 +216,10 @@ class Controller:
 
     def do_level(self, command: Mapping[str, Any]) -> None:
         self._sync._level = Level(command["level"])
+
+    def do_delta(self, command: Mapping[str, Any]) -> None:
+        self._delta = DeltaSpec(staging=1 << 18) if command["on"] else None
+        self.do_fresh(command)
 
     def do_join(self, command: Mapping[str, Any]) -> None:
         self._sync.join(self._engine(command["engine"]), pull=command["pull"])

@@ -34,6 +34,8 @@ GROUPS: list[tuple[str, type]] = [
     ("weight_sync.failure", schema.FailureConf),
     ("weight_sync.costs", schema.CostsConf),
     ("weight_sync.budget", schema.BudgetConf),
+    ("weight_sync.landing", schema.LandingConf),
+    ("weight_sync.delta", schema.DeltaConf),
     ("weight_sync.observe", schema.ObserveConf),
 ]
 

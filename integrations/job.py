@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weight_sync.config import check_job, declared_sides, failure_policy
+from weight_sync.config import check_job, declared_sides, delta_spec, failure_policy
 from weight_sync.errors import ConfigError, VerifyError
 from weight_sync.ids import Deadline
 from weight_sync.observe.observer import open_observer
@@ -26,6 +26,7 @@ from weight_sync.schema import JobConf, PauseChoice, PlacementConf
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.contracts import PauseMode, RolloutEngine
 from weight_sync.session.inputs import Declared, layout_of
+from weight_sync.session.landing import Landing, To
 from weight_sync.session.session import Timeouts, WeightSync
 from weight_sync.session.verify import Level
 from weight_sync.transport import preflight
@@ -208,6 +209,8 @@ def resolve_early(job: JobConf, config: Mapping[str, Any]) -> SyncSpec:
         straddle=conf.quant.straddle.value,
         finite=conf.quant.check_finite,
         report=conf.quant.report,
+        delta=delta_spec(conf),
+        landing=Landing(To(conf.landing.to.value), conf.landing.budget),
     )
 
 

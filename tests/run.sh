@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Run the tests, each area with the interpreter of its real component: tests/run.sh [area ...]
-# Areas: core trainer sglang vllm exact miles verl e2e. All by default. Two lanes run side by side, for most tests keep one core busy;
-# miles, verl and the end-to-end jobs start many processes and come last, alone. What an area prints is shown when it is done. Areas
-# given by name run one after another, printing as they go.
+# Areas: core trainer sglang vllm exact miles verl verl-sglang e2e. All by default. Two lanes run side by side, for most tests keep
+# one core busy; miles, verl and the end-to-end jobs start many processes and come last, alone. What an area prints is shown when
+# it is done. Areas given by name run one after another, printing as they go.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 area() {
   local env=$1 python=.venvs/$1/bin/python paths=("tests/$1") needed
   case $1 in
-    core) python=.venv/bin/python paths=(tests/{layout,plan,device,quant,transport,session,sim,simulate,config,observe,commands,recipes,repo}) ;;
+    core) python=.venv/bin/python paths=(tests/{layout,plan,device,quant,delta,transport,session,sim,simulate,config,observe,commands,recipes,repo}) ;;
     trainer | sglang | vllm | miles | verl) ;;
+    verl-sglang) paths=(tests/verl) ;; # with Megatron actors
     exact | e2e) env=core python=.venv/bin/python ;;
-    *) echo "tests/run.sh: no area '$1'; there are: core trainer sglang vllm exact miles verl e2e" >&2; return 2 ;;
+    *) echo "tests/run.sh: no area '$1'; there are: core trainer sglang vllm exact miles verl verl-sglang e2e" >&2; return 2 ;;
   esac
   echo "== $1"
   envs/build.sh "$env" || return 1
@@ -45,5 +46,6 @@ wait $first || rc=1
 wait $second || rc=1
 area miles || rc=1
 area verl || rc=1
+area verl-sglang || rc=1
 area e2e || rc=1
 exit $rc

@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+from weight_sync.delta.spec import DeltaSpec
 from weight_sync.errors import ConfigError, FamilyError, listed
 from weight_sync.layout.family import merged
 from weight_sync.layout.parallel import EngineDims, TrainerDims
@@ -24,7 +25,17 @@ from weight_sync.layout.values import CASTS
 from weight_sync.quant.emission import Quantisation
 from weight_sync.quant.published import Excludes, from_hf
 from weight_sync.quant.scheme import load_scheme
-from weight_sync.schema import DraftChoice, EngineLayout, JobConf, ModelConf, QuantConf, RolloutConf, SyncConf, TrainerConf
+from weight_sync.schema import (
+    DraftChoice,
+    EngineLayout,
+    JobConf,
+    LandingChoice,
+    ModelConf,
+    QuantConf,
+    RolloutConf,
+    SyncConf,
+    TrainerConf,
+)
 from weight_sync.session.failure import FailurePolicy
 from weight_sync.session.inputs import Declared, Recorded
 from weight_sync.transport import registry
@@ -217,6 +228,15 @@ def check_job(job: JobConf) -> None:
     """What types cannot say. Raises ConfigError naming the key, its value and the legal ones."""
     if job.weight_sync.draft is DraftChoice.sync and engine_is_recorded(job):
         raise ConfigError("weight_sync.draft=sync needs a declared engine layout: set weight_sync.engine=auto")
+    if job.weight_sync.landing.to is LandingChoice.loader:
+        for wrong, key in (
+            (job.rollout.kind == "sglang", "rollout.kind=sglang: its loaders cannot load a second time; see docs/quant.md"),
+            (engine_is_recorded(job), "weight_sync.engine=recorded: it needs a declared engine layout"),
+            (job.weight_sync.draft is not DraftChoice.refuse, "weight_sync.draft: drafts are written in place only"),
+            (job.weight_sync.delta.enabled, "weight_sync.delta.enabled: a loader takes whole tensors"),
+        ):
+            if wrong:
+                raise ConfigError(f"weight_sync.landing.to=loader does not go with {key}")
     declarable = ("derived", "constant", "state")
     for key, value, legal in (
         *((f"weight_sync.declare: {pattern}", keep, declarable) for pattern, keep in job.weight_sync.declare.items()),
@@ -236,6 +256,7 @@ def check_job(job: JobConf) -> None:
         ("rollout.engines", job.rollout.engines, 1),
         ("weight_sync.budget.source", conf.budget.source, 1024),
         ("weight_sync.budget.target", conf.budget.target, 1024),
+        ("weight_sync.landing.budget", conf.landing.budget, 1024),
         ("weight_sync.costs.seconds_per_write", conf.costs.seconds_per_write, 0),
     ):
         if number < least:
@@ -257,6 +278,7 @@ def check_job(job: JobConf) -> None:
         if not number > 0:
             raise ConfigError(f"{key}={number}: must be above 0")
     failure_policy(conf)
+    delta_spec(conf)
     if conf.transport.name not in registry.names():
         raise ConfigError(f"weight_sync.transport.name={conf.transport.name!r}: must be one of {', '.join(registry.names())}")
     options = inspect.signature(registry.resolve(conf.transport.name))
@@ -298,6 +320,16 @@ def failure_policy(conf: SyncConf) -> FailurePolicy:
         return FailurePolicy(**{**asdict(conf.failure), "on_suspect": conf.failure.on_suspect.value})
     except ConfigError as error:
         raise ConfigError(f"weight_sync.{error}") from None
+
+
+def delta_spec(conf: SyncConf) -> DeltaSpec | None:
+    """What weight_sync.delta says, None where deltas are off. Raises ConfigError for values that are not legal."""
+    delta = conf.delta
+    try:
+        spec = DeltaSpec(delta.snapshot.value, delta.max_share, delta.staging)
+    except ConfigError as error:
+        raise ConfigError(f"weight_sync.{error}") from None
+    return spec if delta.enabled else None
 
 
 def _files(*folder: str) -> list[Any]:

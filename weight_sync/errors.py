@@ -56,6 +56,10 @@ class VerifyError(WeightSyncError):
         super().__init__(text)
 
 
+class DeltaError(WeightSyncError):
+    """Encoded changes that may not be applied: malformed, of another session or base, or out of range. Nothing of them was."""
+
+
 class DeadlineExceeded(WeightSyncError):
     """A blocking call ran past the deadline it was given."""
 

@@ -145,6 +145,27 @@ class BudgetConf:
     target: int = 64 << 20
 
 
+class LandingChoice(Enum):
+    """Where received bytes go: live tensors of the engine; its own loader; auto: the loader where tensors cannot be written."""
+
+    auto = "auto"
+    live = "live"
+    loader = "loader"
+
+
+@dataclass(kw_only=True)
+class LandingConf:
+    """Engines whose live tensors are no longer the checkpoint's (docs/quant.md, "By the engine's own loader").
+
+    to: live: write into live tensors, refuse such engines. loader: whole HF tensors are received beside the weights, and the
+    engine's own loader places them. auto: live, but where an engine has tensors that cannot be written: loader, for all
+    engines, with a warning that names them. budget: bytes of HF tensors that each engine worker holds at a time for its loader.
+    """
+
+    to: LandingChoice = LandingChoice.auto
+    budget: int = 1 << 30
+
+
 @dataclass(kw_only=True)
 class ObserveConf:
     """keys: metric names beside weight_sync/*. limit: bytes/s of the wire, for the share-of-limit column; null: unknown."""
@@ -153,6 +174,28 @@ class ObserveConf:
     project: str = "weight_sync"
     keys: MetricKeys = MetricKeys.plain
     limit: float | None = None
+
+
+class SnapshotChoice(Enum):
+    """Where trainer ranks keep what they last sent: in host memory, or on the device that their parameters are on."""
+
+    host = "host"
+    device = "device"
+
+
+@dataclass(kw_only=True)
+class DeltaConf:
+    """Syncs that send only elements that changed since the last committed version (docs/delta.md).
+
+    snapshot: where each trainer rank keeps a copy of what it last sent (as many bytes as it sends). max_share: a rank whose
+    encoded changes take more than this share of its bytes makes that sync a complete one. staging: bytes for encoded changes on
+    each trainer rank, and on each engine worker the larger of this and what budget.target needs.
+    """
+
+    enabled: bool = False
+    snapshot: SnapshotChoice = SnapshotChoice.host
+    max_share: float = 0.5
+    staging: int = 64 << 20
 
 
 class StraddleChoice(Enum):
@@ -204,6 +247,8 @@ class SyncConf:
     failure: FailureConf = field(default_factory=FailureConf)
     costs: CostsConf = field(default_factory=CostsConf)
     budget: BudgetConf = field(default_factory=BudgetConf)
+    landing: LandingConf = field(default_factory=LandingConf)
+    delta: DeltaConf = field(default_factory=DeltaConf)
     observe: ObserveConf = field(default_factory=ObserveConf)
 
 

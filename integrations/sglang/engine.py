@@ -34,6 +34,7 @@ from weight_sync.session.contracts import (
 from weight_sync_integrations.inventory import DraftPolicy
 from weight_sync_integrations.sglang.client import Http, Workers
 from weight_sync_integrations.sglang.launch import WorkerAddress
+from weight_sync_integrations.sglang.tensors import NO_LOADER
 
 _POLL = 0.02
 
@@ -109,6 +110,7 @@ class SglangEngine:
                 (answer["generation"] for answer in answers.values()),
             ),
             refusals=tuple(dict.fromkeys(why for identity in identities.values() for why in identity["refusals"])),
+            no_loader=NO_LOADER,
         )
 
     def claim(self, controller: str, deadline: Deadline) -> None:
@@ -164,19 +166,29 @@ class SglangEngine:
     def place(self, session: str, round: int, deadline: Deadline) -> None:
         self._workers.all("place", {"session": session, "round": round}, deadline)
 
+    def patch(
+        self, session: str, base: Mapping[str, Any], messages: Mapping[int, Sequence[Sequence[int]]], deadline: Deadline
+    ) -> dict[int, dict[str, Any]]:
+        common = {"session": session, "base": dict(base)}
+        return self._workers.each("patch", {rank: common | {"messages": each} for rank, each in messages.items()}, deadline)
+
     def pull(self, session: str, peers: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         self._require_all_ranks("pull", peers)
         seconds = deadline.check(f"engine {self.name}: pull")
         payloads = {rank: {"session": session, "peer": dict(peer), "seconds": seconds} for rank, peer in peers.items()}
         return self._workers.each("pull", payloads, deadline)
 
+    def feed(self, session: str, wave: int, deadline: Deadline) -> None:
+        """Raises SessionError: connecting refuses such a job (describe() says why)."""
+        raise SessionError(f"engine {self.name}: {NO_LOADER}")
+
     def check(self, session: str, step: CheckStep, deadline: Deadline) -> dict[int, dict[str, Any]]:
         return self._workers.all(step, {"session": session}, deadline)
 
-    def verify(self, session: str, deadline: Deadline, digests: bool = True) -> dict[int, list[str]]:
+    def verify(self, session: str, deadline: Deadline, digests: bool = True, wave: int = 0) -> dict[int, str]:
         answers = self._workers.all("verify", {"session": session, "digests": digests}, deadline)
         self._verified = session
-        return {rank: list(answer["digests"]) for rank, answer in answers.items()}
+        return {rank: str(answer["digests"]) for rank, answer in answers.items()}
 
     def finish(self, session: str, version: int, digest: str, deadline: Deadline) -> Receipt:
         """Raises SessionError unless verify() of this session has returned.

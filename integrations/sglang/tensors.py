@@ -17,6 +17,12 @@ from weight_sync_integrations.inventory import Found, Rule, find
 if TYPE_CHECKING:
     import torch
 
+NO_LOADER = (
+    "SGLang's own loader cannot take the weights instead (weight_sync.landing): it cannot fill a second time what "
+    "post-processing has transposed, packed or requantised"
+)
+"""Read in 0.5.16 to 0.5.23: parameters become new ones without a weight_loader, and requantised scales keep their mark."""
+
 RECOMPUTES = "recomputed by the model's post_load_weights, which /end_weight_update runs"
 
 _ABSORBED = "absorbed from kv_b_proj"
@@ -138,8 +144,8 @@ def _not_as_loaded(scheduler: Any) -> list[str]:
     if stuck := live.not_writable(model):
         found.append(
             f"{len(stuck)} live tensors are no longer the checkpoint's, so nothing may be written into them: "
-            f"{listed(f'{name}: {why}' for name, why in sorted(stuck.items()))}. Serve a checkpoint whose weights this SGLang "
-            "keeps as they are (docs/quant.md), or load through the engine"
+            f"{listed(f'{name}: {why}' for name, why in sorted(stuck.items()))}. {NO_LOADER}. Serve a checkpoint whose weights "
+            "this SGLang keeps as they are (docs/quant.md)"
         )
     if captures(scheduler):
         # post_load_weights copies w_kc and w_vc in place, but binds w_scale to a new tensor each time.

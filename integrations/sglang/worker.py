@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 _SIZES = ("tp", "pp", "attn_tp", "attn_dp", "moe_ep", "moe_tp")
-_NEED_QUIET = frozenset({"begin", "place", "pull", "verify", "snapshot", "scramble", "compare", "end", "settle"})
+_NEED_QUIET = frozenset({"begin", "place", "patch", "pull", "verify", "snapshot", "scramble", "compare", "end", "settle"})
 _PAUSED_WAIT = 0.002  # seconds a paused scheduler waits for a call instead of spinning
 
 

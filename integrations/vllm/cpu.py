@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 GLOO_VARIABLE = "WEIGHT_SYNC_VLLM_GLOO"
 """Set to 1: tensor- and pipeline-parallel groups of a CPU engine use gloo, not vLLM's shared-memory kernels."""
 
+STOCK_VARIABLE = "WEIGHT_SYNC_VLLM_STOCK"
+"""Set to 1: vLLM's own CPU kernels, which pack weights; a sync then goes through vLLM's own loader (weight_sync.landing)."""
+
 _MARK = "weight_sync_plain"
 
 
@@ -40,9 +43,10 @@ def apply() -> None:
     """Install the stand-ins in this process. Safe to call again. Raises ConfigError when this vLLM lacks a seam."""
     from weight_sync_integrations.vllm import cpu_fp8
 
-    _plain_linear()
-    _plain_experts()
-    cpu_fp8.apply()
+    if os.environ.get(STOCK_VARIABLE) != "1":
+        _plain_linear()
+        _plain_experts()
+        cpu_fp8.apply()
     _stage_buffers()
     _unlink_shared_memory()
     if os.environ.get(GLOO_VARIABLE) == "1":

@@ -9,6 +9,7 @@ What happens on the server at each verb (routes need VLLM_SERVER_DEV_MODE=1; see
     begin      /start_weight_update (the workers' own record that an update is active), then every worker: begin
     place      every worker: place
     pull       every worker: pull
+    feed       every worker: feed, after verify, where live weights are not the checkpoint's (loader.py)
     check      every worker: snapshot, scramble or compare
     verify     every worker: verify
     finish     every worker: end (derive anew what depends on weights, prove the rest untouched); /reset_prefix_cache;
@@ -26,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weight_sync.errors import BindError, RolloutError, SessionError, listed
+from weight_sync.errors import RolloutError, SessionError
 from weight_sync.ids import Deadline
 from weight_sync.session.contracts import (
     CheckStep,
@@ -70,8 +71,7 @@ class VllmEngine:
     def describe(self, deadline: Deadline) -> EngineDescription:
         """Software also says `suspended: why` while the engine is kept from serving by an aborted session.
 
-        Raises: RolloutError (unreachable, wrong token, data parallelism inside the server), BindError (weights that
-        cannot be written in place, each with its reason).
+        Raises: RolloutError (unreachable, wrong token, data parallelism inside the server).
         """
         replies = self._http.workers("describe", {}, deadline)
         world = int(self._http.get("/get_world_size", deadline, include_dp=False)["world_size"])
@@ -84,9 +84,6 @@ class VllmEngine:
                 "/collective_rpc returns the first replica's answers only; start one server for each replica "
                 "(--data-parallel-rank, external load balancing) and list them as engines"
             )
-        refused = [f"rank {rank} {name}: {why}" for rank, r in replies.items() for name, why in r["not_writable"].items()]
-        if refused:
-            raise BindError(f"engine {self.name}: {len(refused)} weights cannot be written in place: {listed(refused, 4)}")
         software = dict(first["software"])
         if reasons := sorted({r["state"]["aborted"] for r in replies.values()} - {""}):
             software["suspended"] = "; ".join(reasons)
@@ -106,6 +103,8 @@ class VllmEngine:
                 (reply["generation"] for reply in replies.values()),
             ),
             refusals=tuple(dict.fromkeys(why for reply in replies.values() for why in reply["refusals"])),
+            not_writable={f"rank {rank} {name}": why for rank, r in replies.items() for name, why in r["not_writable"].items()},
+            no_loader="; ".join(dict.fromkeys(reply["no_loader"] for reply in replies.values() if reply["no_loader"])),
         )
 
     def claim(self, controller: str, deadline: Deadline) -> None:
@@ -155,6 +154,12 @@ class VllmEngine:
     def place(self, session: str, round: int, deadline: Deadline) -> None:
         self._http.workers("place", {"session": session, "round": round}, deadline)
 
+    def patch(
+        self, session: str, base: Mapping[str, Any], messages: Mapping[int, Sequence[Sequence[int]]], deadline: Deadline
+    ) -> dict[int, dict[str, Any]]:
+        common = {"session": session, "base": dict(base)}
+        return self._each("patch", common, {rank: {"messages": each} for rank, each in messages.items()}, deadline)
+
     def pull(self, session: str, peers: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         seconds = deadline.check(f"engine {self.name}: pull")
         return self._each(
@@ -164,13 +169,17 @@ class VllmEngine:
             deadline,
         )
 
+    def feed(self, session: str, wave: int, deadline: Deadline) -> None:
+        """Raises RolloutError or VerifyError with the workers' words; the weights are a mixture then."""
+        self._http.workers("feed", {"session": session, "wave": wave}, deadline)
+
     def check(self, session: str, step: CheckStep, deadline: Deadline) -> dict[int, dict[str, Any]]:
         return self._http.workers(step, {"session": session}, deadline)
 
-    def verify(self, session: str, deadline: Deadline, digests: bool = True) -> dict[int, list[str]]:
-        replies = self._http.workers("verify", {"session": session, "digests": digests}, deadline)
+    def verify(self, session: str, deadline: Deadline, digests: bool = True, wave: int = 0) -> dict[int, str]:
+        replies = self._http.workers("verify", {"session": session, "digests": digests, "wave": wave}, deadline)
         self._verified = session
-        return {rank: list(reply["digests"]) for rank, reply in replies.items()}
+        return {rank: str(reply["digests"]) for rank, reply in replies.items()}
 
     def finish(self, session: str, version: int, digest: str, deadline: Deadline) -> Receipt:
         """Raises SessionError unless verify() of this session has returned; RolloutError if a cache or version is not taken."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
-from weight_sync.errors import ConfigError
+from weight_sync.errors import ConfigError, listed
 from weight_sync_integrations.fingerprint import fingerprint
 from weight_sync_integrations.loading import changed, seen
-from weight_sync_integrations.vllm.tensors import derived
+from weight_sync_integrations.vllm.tensors import derived, find_all
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +44,14 @@ class Live:
 
 @dataclass(slots=True)
 class _Witness:
-    """What was seen while a model was loaded: fingerprints after load_weights, and reasons found after post-processing."""
+    """What was seen while a model was loaded: fingerprints after load_weights, and reasons found after post-processing.
+
+    made: plain attributes (also inside functions and kernels) that post-processing bound to new tensors.
+    """
 
     loaded: dict[str, int]
     reasons: dict[str, str] = field(default_factory=dict)
+    made: frozenset[str] = frozenset()
 
 
 _WITNESSES: WeakKeyDictionary[torch.nn.Module, _Witness] = WeakKeyDictionary()
@@ -74,8 +78,14 @@ def watch_loading() -> None:
     def process_and_compare(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         witness = _Witness(seen(weights(model)))
         private = {id(tensor) for _, tensor in _private_tensors(model)}
+        before = {found.name: ref(found.tensor) for found in find_all([("target", model)])}
         process(model, *args, **kwargs)
         witness.reasons = _compare(model, witness.loaded, private)
+        witness.made = frozenset(
+            found.name
+            for found in find_all([("target", model)])
+            if found.kind == "attribute" and (found.name not in before or before[found.name]() is not found.tensor)
+        )
         _WITNESSES[model] = witness
 
     setattr(process_and_compare, _MARK, True)
@@ -108,6 +118,28 @@ def inspect(model: torch.nn.Module) -> Live:
         elif name not in witness.loaded and name not in reasons:
             reasons[name] = "it was made after the checkpoint was loaded"
     return Live(tensors, aliases, reasons)
+
+
+def made_by_loading(model: torch.nn.Module) -> frozenset[str]:
+    """Plain attributes that held new tensors when post-processing had run, by the inventory's names."""
+    witness = _WITNESSES.get(model)
+    return frozenset() if witness is None else witness.made
+
+
+def no_loader(model: torch.nn.Module) -> str:
+    """Why vLLM's own loader cannot be used again for this model; "" where it can (integrations/vllm/loader.py)."""
+    if model not in _WITNESSES:
+        return "its loading was not observed: the server was started without WEIGHT_SYNC_TOKEN in its environment"
+    if online := _online_quantised(model):
+        return f"vLLM quantises while it loads ({listed(online)}), which was never tried with its reload"
+    try:
+        from vllm.model_executor.model_loader.reload import layerwise
+    except ImportError:
+        layerwise = None
+    names = ("initialize_layerwise_reload", "finalize_layerwise_reload", "get_layerwise_info", "_place_kernel_tensors")
+    if missing := [name for name in names if not hasattr(layerwise, name)]:
+        return f"this vLLM has no {listed(missing)} in model_loader.reload.layerwise (written for 0.32.0)"
+    return ""
 
 
 def weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

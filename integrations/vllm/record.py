@@ -19,6 +19,7 @@ import torch
 from weight_sync.errors import BindError, listed
 from weight_sync_integrations.recorder_roles import record_roles
 from weight_sync_integrations.vllm import live
+from weight_sync_integrations.vllm.loader import rehearse
 from weight_sync_integrations.vllm.tensors import live_tensors
 
 
@@ -55,12 +56,17 @@ def record(models: list[tuple[str, torch.nn.Module]], payload: dict[str, Any]) -
     """Record one load of payload["tensors"]: {HF name: [shape, dtype name]}. -> a recorder Recording as a dict.
 
     models: (role, model) of the target and of the drafts that are synced.
-    Raises: BindError when parameters do not stay as loaded (the loaders then expect tensors that are gone).
+    Where parameters do not stay as loaded, those that vLLM keeps for its own reload are recorded (loader.py).
+    Raises: BindError where that is not possible (the loaders then expect tensors that are gone).
     """
     stuck = {f"{role} {name}": why for role, model in models for name, why in live.inspect(model).not_writable.items()}
-    if stuck:
-        raise BindError("cannot record loading: " + listed(f"{name}: {why}" for name, why in stuck.items()))
     tensors = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in payload["tensors"].items()}
+    if stuck:
+        reason = "it runs a draft model" if len(models) > 1 else live.no_loader(models[0][1])
+        if reason:
+            lines = listed(f"{name}: {why}" for name, why in stuck.items())
+            raise BindError(f"cannot record loading ({reason}): {lines}")
+        return asdict(rehearse(models[0][1], tensors))
     with ExitStack() as stack:
         for _, model in models:
             stack.enter_context(loadable(model))

@@ -55,6 +55,8 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # Of the last bind: the parameters that its plan writes, and every other tensor with its proof.
         self.planned: frozenset[str] | None = None
         self.inventory: Inventory | None = None
+        # vLLM's own loader, where a plan brings HF tensors for it.
+        self.loader: Any = None
 
     def agent(self, worker: Any) -> Any:
         """This worker's TargetAgent, made at the first call. worker: vLLM's worker, which owns this engine."""
@@ -68,8 +70,16 @@ class WeightSyncTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 coords=coords(self.model, self.vllm_config),
                 tensors=lambda: live_tensors(models_of(worker), self.planned),
                 transport=open_transport,
+                loader=lambda: self.own_loader(worker),
             )
         return self._agent
+
+    def own_loader(self, worker: Any) -> Any:
+        """vLLM's own loader for a new binding; see loader.py."""
+        from weight_sync_integrations.vllm.loader import VllmLoader
+
+        self.loader = VllmLoader(worker.model_runner.get_model(), worker.vllm_config, f"rollout rank {worker.rank}")
+        return self.loader
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         return

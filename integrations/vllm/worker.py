@@ -134,6 +134,9 @@ def _bind(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     engine = _engine(worker)
     if reasons := tensors.refusals(worker):
         raise BindError(f"rollout rank {worker.rank}: {'; '.join(reasons)}")
+    if payload.get("loader"):
+        return _bind_loader(worker, payload)
+    engine.loader = None
     for role, model in tensors.models_of(worker)[1:]:
         stuck = {f"{role}.{name}": why for name, why in live.inspect(model).not_writable.items()}
         if planned := sorted(stuck.keys() & set(payload["expected"])):
@@ -154,6 +157,25 @@ def _bind(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def _bind_loader(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
+    """bind, where HF tensors are put beside the weights for vLLM's own loader, which then accounts for every tensor."""
+    engine = _engine(worker)
+    if reason := _no_loader(worker):
+        raise BindError(f"rollout rank {worker.rank}: vLLM's own loader cannot take the weights: {reason}")
+    engine.planned = None
+    answer = engine.agent(worker).call("bind", payload)  # makes engine.loader, unless this very plan is bound already
+    engine.inventory = engine.loader.account(payload.get("declare", {}), _captures(worker))
+    return answer
+
+
+def _no_loader(worker: Any) -> str:
+    from weight_sync_integrations.vllm import live
+
+    if drafts := [role for role, _ in tensors.models_of(worker)[1:]]:
+        return f"it runs a draft model ({listed(drafts)}), which is written in place only"
+    return live.no_loader(_model(worker))
+
+
 def _end(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     """The session's bytes are verified: derived tensors are made anew, and all that is due is proven. -> {"proven": ...}.
 
@@ -163,6 +185,8 @@ def _end(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     engine.agent(worker).call("end", payload)
     if engine.inventory is None:
         raise SessionError(f"rollout rank {worker.rank}: no plan is bound")
+    if engine.loader is not None:
+        return {"proven": engine.loader.settle()}
     engine.inventory.spoil()
     dtype = worker.vllm_config.model_config.dtype
     tensors.recompute(tensors.models_of(worker), engine.inventory.names("derived"), dtype)
@@ -222,7 +246,8 @@ def _engine(worker: Any) -> Any:
 def _describe(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     """The agent's description plus what only this adapter knows.
 
-    Added keys: aliases {name: name in params}, not_writable {name: reason}, sizes {axis: size}, model (the HF config as
+    Added keys: aliases {name: name in params}, not_writable {name: reason}, no_loader (why vLLM's own loader cannot be used
+    instead, or ""), sizes {axis: size}, model (the HF config as
     loaded), software, layers [first, one past last] of this pipeline stage, internal_dp (bool), state (as `state` answers).
     """
     import torch
@@ -239,6 +264,7 @@ def _describe(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     reply |= {
         "aliases": found.aliases,
         "not_writable": found.not_writable,
+        "no_loader": _no_loader(worker),
         "sizes": sizes(model, worker.vllm_config),
         "model": json.loads(config.to_json_string(use_diff=False)),
         "software": {"vllm": vllm.__version__, "torch": torch.__version__, "device": worker.device.type},

@@ -14,7 +14,7 @@ from commands_support import Said
 from weight_sync.commands import doctor
 from weight_sync.commands.host import Check, checks, environment, environments
 from weight_sync.transport import preflight
-from weight_sync.transport.preflight import Facts, MooncakeBuild
+from weight_sync.transport.preflight import Facts, MooncakeBuild, NixlBuild
 from weight_sync.transport.rdma import Gid, RdmaPort
 
 PORT = RdmaPort("mlx5_0", 1, "4: ACTIVE", "InfiniBand", (Gid(0, "fe80::1"), Gid(3, "::ffff:10.0.0.1", "RoCE v2", "eth0")))
@@ -22,7 +22,8 @@ BUILD = MooncakeBuild("mooncake-transfer-engine", "0.3.14", True, None)
 NVRM = "NVRM version: NVIDIA UNIX"
 GOOD = Facts(
     rdma_ports=(PORT,), verbs_devices=("uverbs0",), memlock=None, gpus=("NVIDIA H100 80GB HBM3",) * 8, nvlink=True,
-    mooncake=BUILD, ptrace_scope=1, may_ptrace=False, linux=True, environment={},
+    mooncake=BUILD, ptrace_scope=1, may_ptrace=False, linux=True, environment={}, nixl=NixlBuild("nixl-cu12", "1.5.1"),
+    driven=("mlx5_0",),
 )  # fmt: skip
 WRONG = {
     "no GPU": {"gpus": ()},
@@ -30,14 +31,26 @@ WRONG = {
     "Mooncake without nvlink_intra": {"mooncake": replace(BUILD, nvlink_intra=False)},
     "no Mooncake": {"mooncake": None},
     "Mooncake broken": {"mooncake": replace(BUILD, error="libibverbs.so.1: cannot open shared object file")},
-    "no RDMA": {"rdma_ports": (), "verbs_devices": ()},
+    "no RDMA": {"rdma_ports": (), "verbs_devices": (), "driven": None},
+    "no NIXL": {"nixl": None},
+    "no driver": {"driven": ()},
+    "no libibverbs": {"driven": None},
+    "UCX steered": {"environment": {"UCX_TLS": "rc,self"}},
     "port down": {"rdma_ports": (replace(PORT, state="1: DOWN"),)},
     "no device files": {"verbs_devices": ()},
     "little memlock": {"memlock": 65536},
     "forced tcp": {"environment": {"MC_FORCE_TCP": "1"}},
     "ptrace forbidden": {"ptrace_scope": 3},
     "ptrace for root only": {"ptrace_scope": 2},
-    "nothing at all": {"gpus": (), "rdma_ports": (), "verbs_devices": (), "mooncake": None, "ptrace_scope": 3},
+    "nothing at all": {
+        "gpus": (),
+        "rdma_ports": (),
+        "verbs_devices": (),
+        "mooncake": None,
+        "ptrace_scope": 3,
+        "nixl": None,
+        "driven": None,
+    },
 }
 
 

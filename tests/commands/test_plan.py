@@ -72,6 +72,19 @@ def test_staging_is_what_the_ranks_will_allocate(job: tuple[str, ...], call: Cal
     assert facts["rounds"] == schedule.rounds
 
 
+def test_what_deltas_will_keep_is_said(job: tuple[str, ...], call: Callable[..., Said]) -> None:
+    words = (*job, "weight_sync.delta.enabled=true", "weight_sync.delta.staging=1048576")
+    before, facts = call("plan", *job, "output=json").json, call("plan", *words, "output=json").json
+    assert not any(name.startswith("delta") for name in before)
+    assert facts["delta_snapshot_bytes_max"] >= before["bytes_max_source"] / 4, "each distinct byte once"
+    assert facts["delta_snapshot_bytes_max"] <= before["bytes_max_source"] + 64 * before["transfers"]
+    assert facts["extra_bytes_source"] == before["extra_bytes_source"] + 1048576
+    assert facts["extra_bytes_destination"] == max(before["extra_bytes_destination"], 1048576)
+    assert "keeps at most" in call("plan", *words).out
+    on_gpu = call("plan", *words, "weight_sync.delta.snapshot=device", "output=json").json
+    assert on_gpu["extra_bytes_source"] == facts["extra_bytes_source"] + facts["delta_snapshot_bytes_max"]
+
+
 def test_share_of_the_step_and_asynchronous_bubble_follow_from_the_prediction(
     call: Callable[..., Said], job: tuple[str, ...]
 ) -> None:

@@ -44,7 +44,7 @@ def test_the_trap_of_these_tests_sees_a_job_that_gets_as_far_as_ray(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "no strategy chosen: add +weight_sync=NAME; there are p2p_cma, p2p_ipc, p2p_nvlink, p2p_rdma, p2p_tcp"),
+        ([], "no strategy chosen: add +weight_sync=NAME; there are p2p_cma, p2p_ipc, p2p_nixl, p2p_nixl_rdma, p2p_nvlink, "),
         (["++weight_sync=p2p_tcp"], "ConfigError: ++weight_sync=p2p_tcp: a strategy is chosen with one plus"),
         (["+weight_sync=nosuch"], "Could not find 'weight_sync/nosuch'"),
         (

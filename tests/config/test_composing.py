@@ -113,6 +113,8 @@ def senseless(*overrides: str) -> str:
         (["rounds=0"], "rounds=0: must be at least 1"),
         (["rollout.engines=0"], "rollout.engines=0: must be at least 1"),
         (["weight_sync.budget.source=4"], "weight_sync.budget.source=4: must be at least 1024"),
+        (["weight_sync.delta.max_share=1.5"], "weight_sync.delta.max_share=1.5: must be above 0 and at most 1"),
+        (["weight_sync.delta.staging=8"], "weight_sync.delta.staging=8: must be at least 1024"),
         (["weight_sync.timeouts.sync=0"], "weight_sync.timeouts.sync=0: must be above 0"),
         (["weight_sync.timeouts.abort=.nan"], "weight_sync.timeouts.abort=nan: must be above 0"),
         (["weight_sync.costs.wire=-1"], "weight_sync.costs.wire=-1: must be above 0"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.drill_job import PROMPT, Job
+from benchmarks.drill_model import FEW
 from benchmarks.drill_soak import soak
 from benchmarks.drills import Matrix
 
@@ -66,6 +67,25 @@ def test_check_weight_equal_passes_on_equal_weights_and_fails_on_others(job: Job
     assert reply["error"].startswith("VerifyError")
     assert reply["version"] == drill.version
     assert [job.stands(name)["paused"] for name in ("e0", "e1")] == [True, True]
+    assert drill.next()["ok"]
+    assert drill.all_serve(drill.version) == []
+
+
+def test_deltas_reach_the_live_memory_of_real_engines_and_only_they_travel(job: Job, drill: Matrix) -> None:
+    assert job.ask("delta", on=True)["ok"]
+    whole = drill.next()
+    assert (whole["ok"], whole["error"], whole["complete"]) == (True, "", "first")
+    step = drill.version
+    for few in (1, 2):
+        job.step(step + few * FEW)
+        drill.version += 1
+        reply = job.ask("sync", version=drill.version)
+        assert (reply["ok"], reply["error"], reply["complete"]) == (True, "", None)
+        assert 0 < reply["bytes"] < whole["bytes"] / 20
+        assert [job.wrong(name, step + few * FEW) for name in ("e0", "e1")] == [[], []]
+        assert [job.stands(name)["version"] for name in ("e0", "e1")] == [drill.version] * 2
+    assert job.wrong("e0", step)
+    assert job.ask("delta", on=False)["ok"]
     assert drill.next()["ok"]
     assert drill.all_serve(drill.version) == []
 

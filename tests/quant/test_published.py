@@ -8,7 +8,7 @@ import pytest
 from quant_support import load, shipped
 
 from weight_sync.errors import ConfigError
-from weight_sync.quant.published import from_hf
+from weight_sync.quant.published import Excludes, from_hf
 
 DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 QWEN3_MOE = DEEPSEEK_V3 | {
@@ -105,6 +105,24 @@ def test_names_exclude_whole_components_and_patterns_match_from_the_beginning() 
     assert not only.excluded("lm_head")
     assert not only.excluded("model.layers.0.mlp.up_proj")
     assert only.excluded("model.layers.0.self_attn.q_proj")
+
+
+def test_modules_that_are_kept_are_so_by_what_stands_behind_any_dot_and_by_nothing_else() -> None:
+    everything = Excludes("fp8")
+    for name in ("embed_tokens", "a.q_norm", "norm", "mlp.gate", "a.router", "x.shared_head.y.z", "shared_head", "a.b.conv1d"):
+        assert everything.excluded(name), name
+    for name in (
+        "gate_proj",
+        "a.gate.b",
+        "embed_tokens.x",
+        "a.Qnorm",
+        "norms",
+        "my_shared_head",
+        "xconv1d",
+        "a.norm.b",
+        "q_gate",
+    ):
+        assert not everything.excluded(name), name
 
 
 def test_float32_scales_in_a_checkpoint_mean_float32_arithmetic() -> None:

@@ -25,6 +25,7 @@ LOCAL = {
     "Transport.describe": "a local call",
     "Transport.write": "returns at once; wait() has the deadline",
     "Transport.read": "returns at once; wait() has the deadline",
+    "DeviceOrdered.follow": "queues an order on the device; wait() has the deadline",
     "Transport.close": "joins its own threads, which watch deadlines",
 }
 """Methods of contracts that take no deadline, and why they need none."""

@@ -17,6 +17,7 @@ import numpy as np
 from traps import Traps
 
 from weight_sync.config import engine_yaml, family_yaml
+from weight_sync.delta.spec import DeltaSpec
 from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.box import row_major
 from weight_sync.layout.table import Layout, Param, layout_from_shards
@@ -119,6 +120,7 @@ for _verb in (
     "pause",
     "begin",
     "place",
+    "patch",
     "pull",
     "verify",
     "check",
@@ -386,6 +388,7 @@ def build(
     pause: Any = "retract",
     level: Level = Level.DIGEST,
     failure: FailurePolicy | None = None,
+    delta: DeltaSpec | None = None,
 ) -> World:
     """A job that is ready to sync, its first optimiser step taken. explicit: the trainer publishes FSDP-like shards."""
     source_side, target_side = sides or declared()
@@ -421,7 +424,7 @@ def build(
         target_agents += engines[-1]._agents.values()  # type: ignore[arg-type]
     spec = SyncSpec(
         None if explicit else source_side, target_side, witness=witness,
-        costs=costs or CostModel(), budget=budget or Budget(),
+        costs=costs or CostModel(), budget=budget or Budget(), delta=delta,
     )  # fmt: skip
     trainers = InProcessTrainers(source_agents)
     sync = WeightSync(

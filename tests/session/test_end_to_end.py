@@ -151,9 +151,9 @@ def test_a_version_that_is_not_above_the_committed_one_is_refused_before_anythin
     world.commit(7)
 
 
-@pytest.mark.parametrize(("name", "options"), [("mooncake", {"protocol": "tcp"}), ("cma", {})])
+@pytest.mark.parametrize(("name", "options"), [("mooncake", {"protocol": "tcp"}), ("cma", {}), ("nixl", {"protocol": "tcp"})])
 def test_real_transports_move_the_same_bytes(name: str, options: dict[str, Any]) -> None:
-    strategy = {"mooncake": "p2p_tcp", "cma": "p2p_cma"}[name]
+    strategy = {"mooncake": "p2p_tcp", "cma": "p2p_cma", "nixl": "p2p_nixl"}[name]
     if reason := preflight.reachable(preflight.facts(gpus=False))[strategy]:
         pytest.skip(f"{name}: {reason}")
     world: World = build(

@@ -189,21 +189,21 @@ HEX = ["00000000000000aa", "00000000000000bb", "ffffffffffffffff"]
 
 
 def test_digests_of_ranks_are_put_in_the_order_of_the_plan() -> None:
-    merged = merge_digests(Two(), "rollout", {1: [HEX[1]], 0: [HEX[0], HEX[2]]}, rows)  # type: ignore[arg-type]
+    merged = merge_digests(Two(), "rollout", {1: HEX[1], 0: HEX[0] + HEX[2]}, rows)  # type: ignore[arg-type]
     assert merged.view(np.uint64).tolist() == [0xAA, 0xBB, 2**64 - 1]
 
 
 @pytest.mark.parametrize(
     ("parts", "match"),
     [
-        ({0: [HEX[0], HEX[2]]}, "1 of 3 transfers have no digest: rollout ranks 1 sent none"),
-        ({0: [HEX[0]], 1: [HEX[1]]}, "rollout rank 0 reported 1 digests for its 2 transfers"),
-        ({0: [HEX[0], HEX[2]], 1: [HEX[1]], 2: [HEX[1]]}, "rollout rank 2 reported 1 digests for its 0 transfers"),
-        ({0: [HEX[0], "AA" * 8], 1: [HEX[1]]}, "rollout rank 0 reported 'AAAAAAAAAAAAAAAA' where a digest of 16 hex"),
-        ({0: [HEX[0], HEX[2] + "\n"], 1: [HEX[1]]}, "16 hex digits"),
+        ({0: HEX[0] + HEX[2]}, "1 of 3 transfers have no digest: rollout ranks 1 sent none"),
+        ({0: HEX[0], 1: HEX[1]}, "rollout rank 0 reported 16 hex digits for its 2 transfers"),
+        ({0: HEX[0] + HEX[2], 1: HEX[1], 2: HEX[1]}, "rollout rank 2 reported 16 hex digits for its 0 transfers"),
+        ({0: HEX[0] + "AX" * 8, 1: HEX[1]}, "rollout rank 0 reported 'AXAXAXAXAXAXAXAX' where a digest of 16 hex"),
+        ({0: HEX[0] + HEX[2][:-1] + "\n", 1: HEX[1]}, "16 hex digits"),
     ],
 )
-def test_missing_or_malformed_digests_are_a_verify_error(parts: dict[int, list[str]], match: str) -> None:
+def test_missing_or_malformed_digests_are_a_verify_error(parts: dict[int, str], match: str) -> None:
     with pytest.raises(VerifyError, match=match):
         merge_digests(Two(), "rollout", parts, rows)  # type: ignore[arg-type]
 

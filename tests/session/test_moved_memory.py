@@ -11,6 +11,7 @@ from session_support import TrappedEngine, World, fresh_target, moved
 from weight_sync.errors import BindError, RolloutError, VerifyError
 from weight_sync.ids import Deadline
 from weight_sync.session import source
+from weight_sync.session.tables import split_digests
 
 # -- whose memory and processes change ---------------------------------------------------------------------------------
 
@@ -157,7 +158,7 @@ def test_engines_that_change_places_are_bound_to_the_transfers_of_their_new_plac
 def _answer(world: World, engine: int, change: Any) -> None:
     original = TrappedEngine.verify
 
-    def verify(session: str, deadline: Deadline) -> dict[int, list[str]]:
+    def verify(session: str, deadline: Deadline) -> dict[int, str]:
         digests = original(world.engines[engine], session, deadline)
         world.engines[engine].verify = original.__get__(world.engines[engine])  # type: ignore[method-assign]
         return change(digests)
@@ -168,16 +169,16 @@ def _answer(world: World, engine: int, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda d: {**d, 1: [*d[1][:-1], "0" * 16]}, r"1 of \d+ transfers arrived with other bytes.*rollout rank 4"),
-        (lambda d: {**d, 1: d[1][::-1]}, "transfers arrived with other bytes"),
-        (lambda d: {**d, 1: d[1][:-1]}, r"rollout rank 4 reported \d+ digests for its \d+ transfers"),
-        (lambda d: {**d, 1: [*d[1], d[1][0]]}, r"rollout rank 4 reported \d+ digests for its \d+ transfers"),
-        (lambda d: {**d, 1: d[2], 2: d[1]}, "transfers arrived with other bytes|digests for its"),
+        (lambda d: {**d, 1: d[1][:-16] + "0" * 16}, r"1 of \d+ transfers arrived with other bytes.*rollout rank 4"),
+        (lambda d: {**d, 1: "".join(split_digests(d[1])[::-1])}, "transfers arrived with other bytes"),
+        (lambda d: {**d, 1: d[1][:-16]}, r"rollout rank 4 reported \d+ hex digits for its \d+ transfers"),
+        (lambda d: {**d, 1: d[1] + d[1][:16]}, r"rollout rank 4 reported \d+ hex digits for its \d+ transfers"),
+        (lambda d: {**d, 1: d[2], 2: d[1]}, "transfers arrived with other bytes|hex digits for its"),
         (lambda d: {r: v for r, v in d.items() if r != 1}, r"engine e1: workers \[0, 2\] of 3 sent digests"),
         (lambda d: {**d, 3: d[0]}, r"engine e1: workers \[0, 1, 2, 3\] of 3 sent digests"),
-        (lambda d: {**d, 1: ["-" + d[1][0][1:], *d[1][1:]]}, "16 hex digits"),
-        (lambda d: {**d, 1: [d[1][0] + "0", *d[1][1:]]}, "16 hex digits"),
-        (lambda d: {**d, 1: ["", *d[1][1:]]}, "16 hex digits"),
+        (lambda d: {**d, 1: "-" + d[1][1:]}, "16 hex digits"),
+        (lambda d: {**d, 1: d[1] + "0"}, "hex digits for its"),
+        (lambda d: {**d, 1: ""}, "0 hex digits for its"),
     ],
     ids=["wrong", "reordered", "one short", "one more", "ranks swapped", "rank missing", "rank more", "sign", "long", "empty"],
 )

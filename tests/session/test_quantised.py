@@ -15,6 +15,7 @@ from weight_sync.plan.schedule import Budget
 from weight_sync.quant.emission import Quantisation
 from weight_sync.quant.published import Excludes
 from weight_sync.quant.scheme import Scheme, load_scheme
+from weight_sync.session.failure import FailurePolicy
 from weight_sync.session.state import State
 from weight_sync.session.verify import Level
 
@@ -109,7 +110,7 @@ def test_a_cut_of_the_engine_through_blocks_is_refused_with_the_numbers() -> Non
 
 @pytest.mark.parametrize("what", [np.uint16(0x7FC0), np.uint16(0xFF80)], ids=["NaN", "infinity"])
 def test_numbers_that_are_none_are_named_before_anything_is_paused(what: np.uint16) -> None:
-    world = build(quantised(SCHEMES["fp8 blocks"]))
+    world = build(quantised(SCHEMES["fp8 blocks"]), failure=FailurePolicy(attempts=3))
     world.commit(1)
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     world.hf[name][3, 5] = what
@@ -119,6 +120,7 @@ def test_numbers_that_are_none_are_named_before_anything_is_paused(what: np.uint
     with pytest.raises(WeightsError, match=rf"trainer rank 1: 1 weights.*{name} \[.*\]: 1\. Nothing was sent"):
         world.sync.sync(2)
     assert not any("pause" in world.traps.verbs(f"engine {e.name}") for e in world.engines)
+    assert world.traps.verbs("trainer 1").count("scan") == 1, "weights do not get better by asking again"
     assert world.sync.version == 1
     assert [(e.version, e.serving) for e in world.engines] == [(1, True)]
     assert not any(source.quiet for source in world.sources), "the trainer may step again"

@@ -212,7 +212,7 @@ def test_a_replica_whose_bytes_are_wrong_is_left_out_and_stays_paused() -> None:
 
     def lie(session: str, deadline: Any, digests: bool = True) -> Any:
         found = original(session, deadline)
-        found[1][0] = "0" * 16
+        found[1] = "0" * 16 + found[1][16:]
         return found
 
     engine.verify = lie  # type: ignore[method-assign]

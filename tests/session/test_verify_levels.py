@@ -386,8 +386,9 @@ def test_a_worker_neither_scrambles_without_a_snapshot_nor_ends_before_it_compar
 
 def test_a_joiners_digests_are_compared_with_the_committed_ones_by_name() -> None:
     table = {"rank": 3, "tensors": ["a", "b"], "params": ["p", "q"]}
-    check_joiner("e1", table, ["00", "11"], ["00", "11"])
-    with pytest.raises(VerifyError, match=r"engine e1, worker 3: 1 of 2 .*: b \(q\): committed 11, read 12"):
-        check_joiner("e1", table, ["00", "11"], ["00", "12"])
+    zero, one, other = "0" * 16, "1" * 16, "12" * 8
+    check_joiner("e1", table, [zero, one], zero + one)
+    with pytest.raises(VerifyError, match=rf"engine e1, worker 3: 1 of 2 .*: b \(q\): committed {one}, read {other}"):
+        check_joiner("e1", table, [zero, one], zero + other)
     with pytest.raises(VerifyError, match="1 digests for 2 transfers"):
-        check_joiner("e1", table, ["00", "11"], ["00"])
+        check_joiner("e1", table, [zero, one], zero)

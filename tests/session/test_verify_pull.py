@@ -13,6 +13,7 @@ from session_support import DENSE, World, build, declared
 
 from weight_sync.errors import BindError, SessionError, TransportError, VerifyError
 from weight_sync.session import pull as pulling
+from weight_sync.session.tables import split_digests
 from weight_sync.session.target import TargetAgent
 from weight_sync.session.verify import check_joiner
 from weight_sync.transport.base import Batch, Ticket, Transport
@@ -54,7 +55,7 @@ class Joiner:
     def pull(self, peer: Mapping[str, Any], seconds: float = 30.0) -> dict[str, Any]:
         return self.agent.call("pull", {"session": "j", "peer": peer, "seconds": seconds})
 
-    def digests(self) -> list[str]:
+    def digests(self) -> str:
         return self.agent.call("verify", {"session": "j", "digests": True})["digests"]
 
 
@@ -209,7 +210,7 @@ def honest(world: World, rank: int) -> list[str]:
     agent.call("begin", session | {"version": 2, "plan": agent._table["plan"], "epoch": binding["epoch"]})
     found = agent.call("verify", session)["digests"]
     agent.call("end", session)
-    return found
+    return split_digests(found)
 
 
 def test_a_worker_whose_process_stands_still_can_be_read_from() -> None:
@@ -221,7 +222,7 @@ def test_a_worker_whose_process_stands_still_can_be_read_from() -> None:
     try:
         binding = lender.call("bind", table)
         lender.call("begin", {"session": "v", "version": 2, "plan": table["plan"], "epoch": binding["epoch"]})
-        committed = lender.call("verify", {"session": "v"})["digests"]
+        committed = split_digests(lender.call("verify", {"session": "v"})["digests"])
         joiner = Joiner(world, 0, CmaTransport)
         lender.stop()
         reply = joiner.pull(binding)
@@ -242,4 +243,4 @@ def test_an_in_process_engine_pulls_for_each_of_its_workers() -> None:
     peers = {rank: world.target_agents[rank]._binding() for rank in range(2)}
     replies = engine.pull("j", peers, Deadline.after(30))
     assert sorted(replies) == [0, 1]
-    assert engine.verify("j", Deadline.after(30)) == {rank: honest(world, rank) for rank in range(2)}
+    assert engine.verify("j", Deadline.after(30)) == {rank: "".join(honest(world, rank)) for rank in range(2)}

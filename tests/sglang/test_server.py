@@ -142,10 +142,10 @@ class Writer:
         finally:
             transport.close()
 
-    def digests(self) -> dict[int, list[str]]:
-        def of(memory: Memory) -> list[str]:
+    def digests(self) -> dict[int, str]:
+        def of(memory: Memory) -> str:
             views = [memory.view(p.name, 0, p.stride, p.shape) for p in memory.params]
-            return [xxhash.xxh3_64_hexdigest(np.ascontiguousarray(view)) for view in views]
+            return "".join(xxhash.xxh3_64_hexdigest(np.ascontiguousarray(view)) for view in views)
 
         return {rank: of(memory) for rank, memory in self.memory.items()}
 

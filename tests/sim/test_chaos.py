@@ -57,6 +57,15 @@ def test_without_faults_every_sync_commits() -> None:
     assert (summary.committed, summary.failed, bad) == (12, 0, [])
 
 
+def test_no_drill_with_deltas_ends_in_wrong_bytes_served_or_in_a_hang() -> None:
+    runs = [drill.run(seed, deltas=True) for seed in range(45)]
+    assert not [(one.seed, one.faults, one.wrong + one.hung) for one in runs if one.wrong + one.hung]
+    assert sum(one.deltas for one in runs) > 45, "drills in which nearly every sync is complete show little"
+    assert sum(one.failed for one in runs) > 45
+    calm = [drill.run(seed, deltas=True, faults=()) for seed in range(4)]
+    assert all(one.deltas >= one.committed - 1 and not one.failed for one in calm)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_expected_bytes_are_not_what_the_engine_had_before(case: Any) -> None:
     """A drill whose wanted and stale bytes were alike could not see that an engine is stale."""

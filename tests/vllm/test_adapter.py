@@ -24,7 +24,7 @@ def _stock(model: Path) -> dict[str, Any]:
 
     cpu.apply = lambda: None
     llm = build_engine(model)
-    facts = {"tokens": greedy(llm), "replies": [call(llm, m, {"tensors": {}, "path": str(model)}) for m in ("record", "load")]}
+    facts = {"tokens": greedy(llm), "replies": [call(llm, "load", {"tensors": {}, "path": str(model)})]}
     facts["live"] = llm.collective_rpc(_not_writable)[0]
     return facts
 

@@ -96,9 +96,9 @@ def tables(engine: VllmEngine) -> dict[int, dict[str, Any]]:
     return made
 
 
-def write(folder: Path, bindings: dict[int, dict[str, Any]], only: int | None = None) -> dict[int, list[str]]:
+def write(folder: Path, bindings: dict[int, dict[str, Any]], only: int | None = None) -> dict[int, str]:
     """Write a checkpoint's slices one-sided into every bound worker (or `only` the first few). -> digests of the source."""
-    digests: dict[int, list[str]] = {}
+    digests: dict[int, str] = {}
     transport = registry.create("cma")
     for rank, binding in bindings.items():
         slices = hand_slices(*read_checkpoint(folder), LAYOUT, rank)
@@ -115,7 +115,7 @@ def write(folder: Path, bindings: dict[int, dict[str, Any]], only: int | None = 
             tensors=names[:only],
         )
         transport.wait(transport.write(batch), soon())
-        digests[rank] = [xxhash.xxh3_64_hexdigest(array) for array in arrays]
+        digests[rank] = "".join(xxhash.xxh3_64_hexdigest(array) for array in arrays)
     transport.close()
     return digests
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weight_sync.delta.spec import DeltaSpec
 from weight_sync.plan.schedule import Budget, CostModel
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.inputs import Declared
@@ -108,11 +109,12 @@ class Case:
     def ranks(self) -> int:
         return self.tp * self.dp
 
-    def spec(self, engines: int | None = None) -> SyncSpec:
-        """engines: how many there are now, if not those that the case begins with."""
+    def spec(self, engines: int | None = None, deltas: bool = False) -> SyncSpec:
+        """engines: how many there are now, if not those that the case begins with. deltas: syncs send what changed."""
         trainer = Declared(FAMILY, CONFIG, {"ranks": self.ranks, "tp": self.tp}, None, {"vocab_multiple": TRAINER_ROWS})
         rollout = Declared(FAMILY, CONFIG, {"tp": self.engine_tp, "engines": engines or self.engines}, ENGINE)
-        return SyncSpec(trainer, rollout, witness=False, costs=self.costs, budget=self.budget)
+        delta = DeltaSpec(max_share=1.0, staging=1024) if deltas else None  # several messages, and rounds
+        return SyncSpec(trainer, rollout, witness=False, costs=self.costs, budget=self.budget, delta=delta)
 
 
 _DIRECT, _STAGED = CostModel(seconds_per_write=0.0), CostModel(seconds_per_write=1.0)
@@ -131,6 +133,15 @@ pairs: tp2 into two engines of two workers."""
 def new_values(draw: np.random.Generator) -> Values:
     """What an optimiser step leaves: other bytes everywhere."""
     return {name: draw.integers(0, 1 << 16, shape, np.uint16) for name, shape in SHAPES.items()}
+
+
+def few_new_values(draw: np.random.Generator, before: Values) -> Values:
+    """What an optimiser step leaves that changes little: one element in some of the tensors, which are tiny."""
+    result = {name: words.copy() for name, words in before.items()}
+    for words in result.values():
+        if draw.random() < 0.4:
+            words.reshape(-1)[draw.integers(words.size)] ^= draw.integers(1, 1 << 16, dtype=np.uint16)
+    return result
 
 
 def _rows(array: Words, part: int, parts: int) -> Words:

@@ -22,7 +22,8 @@ REAL_SECONDS = 30
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of one seed. faults: those that struck. failed: syncs that raised or whose controller died."""
+    """What came of one seed. faults: those that struck. failed: syncs that raised or whose controller died. deltas: syncs that
+    sent only what had changed."""
 
     seed: int
     case: str
@@ -31,6 +32,7 @@ class Run:
     failed: int
     wrong: tuple[str, ...]
     hung: tuple[str, ...]
+    deltas: int = 0
 
 
 @dataclass(slots=True)
@@ -96,8 +98,12 @@ def _real_limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def run(seed: int, *, faults: Sequence[str] = tuple(FAULTS), level: Level | None = None, story: list[str] | None = None) -> Run:
-    """One run, a function of its seed, the faults to draw from and the level of verification (None: drawn, never off).
+def run(
+    seed: int, *, faults: Sequence[str] = tuple(FAULTS), level: Level | None = None, story: list[str] | None = None,
+    deltas: bool = False,
+) -> Run:  # fmt: skip
+    """One run, a function of its seed, the faults to draw from, the level of verification (None: drawn, never off) and deltas:
+    whether syncs send only what changed; there are more of them then.
 
     story: gets a line for everything that happened.
     """
@@ -106,12 +112,13 @@ def run(seed: int, *, faults: Sequence[str] = tuple(FAULTS), level: Level | None
     job = Job(
         case, seed, eager=luck.random() < 0.6, landing=luck.random() < 0.4, failure=_policy(luck),
         level=level or luck.choices((Level.DIGEST, Level.FULL, Level.CHECK_WEIGHT_EQUAL), (8, 1, 1))[0], story=story,
+        deltas=deltas,
     )  # fmt: skip
     committed = failed = 0
     with virtual(job.clock, job.order), _real_limit(REAL_SECONDS):
         try:
             connecting = True
-            for _ in range(luck.randint(1, 3)):
+            for _ in range(luck.randint(1, 3) + 3 * deltas):
                 _arm(job, luck, faults, connecting)
                 job.step()
                 done = job.attempt(job.controller)
@@ -124,7 +131,7 @@ def run(seed: int, *, faults: Sequence[str] = tuple(FAULTS), level: Level | None
                     job.takeover(recover=luck.random() < 0.5)
                 if luck.random() < 0.3:
                     job.settle()
-                if luck.random() < 0.25:
+                if luck.random() < (0.1 if deltas else 0.25):
                     _arm(job, luck, faults, connecting=True, joining=True)
                     job.change(luck)
                     job.disarm()
@@ -141,7 +148,9 @@ def run(seed: int, *, faults: Sequence[str] = tuple(FAULTS), level: Level | None
             job.hang(f"the run did not end within {REAL_SECONDS} real seconds")
         finally:
             job.end()
-    return Run(seed, case.name, tuple(sorted(job.network.fired)), committed, failed, tuple(job.wrong), tuple(job.hung))
+    return Run(
+        seed, case.name, tuple(sorted(job.network.fired)), committed, failed, tuple(job.wrong), tuple(job.hung), job.sent
+    )
 
 
 def _arm(job: Job, luck: random.Random, faults: Sequence[str], connecting: bool, joining: bool = False) -> None:
@@ -173,11 +182,11 @@ def _recover(job: Job, luck: random.Random) -> None:
     job.hang("all faults have stopped, and no sync brings all engines to a new version")
 
 
-def many(seeds: Iterable[int], *, faults: Sequence[str] = tuple(FAULTS)) -> tuple[Summary, list[Run]]:
+def many(seeds: Iterable[int], *, faults: Sequence[str] = tuple(FAULTS), deltas: bool = False) -> tuple[Summary, list[Run]]:
     """All of `seeds`, one after another, and those runs that went wrong or hung."""
     summary, bad = Summary(), []
     for seed in seeds:
-        result = run(seed, faults=faults)
+        result = run(seed, faults=faults, deltas=deltas)
         summary.add(result)
         if result.wrong or result.hung:
             bad.append(result)

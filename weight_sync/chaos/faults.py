@@ -27,6 +27,12 @@ SYNC = {
     "engine": ("pause", "begin", "place", "verify", "finish", "resume", "pull"),
     "worker": ("admit", "begin", "place", "verify", "end", "pull"),
 }
+DELTA = {
+    "trainer": ("encode", "encode", "send", "keep"),
+    "engine": ("describe", "patch"),
+    "worker": ("describe", "patch", "patch"),
+}
+"""Beside those of SYNC, where syncs send what changed."""
 CLEAN = {"trainer": ("fence", "release"), "engine": ("abort",), "worker": ("abort",)}
 
 
@@ -43,6 +49,8 @@ class Arm:
     def verb(self, side: str) -> str:
         draw = self.luck.random()
         table = CONNECT if draw < (0.3 if self.connecting else 0.03) else CLEAN if draw < 0.4 else SYNC
+        if table is SYNC and self.job.deltas and not self.connecting and draw < 0.75:
+            table = DELTA
         return self.luck.choice(table[side])
 
     def trainer(self) -> Trainer:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from weight_sync.chaos.case import Case, Values, new_values, trainer_params, trainer_shapes
+from weight_sync.chaos.case import Case, Values, few_new_values, new_values, trainer_params, trainer_shapes
 from weight_sync.chaos.clock import Clock
 from weight_sync.chaos.engine import DrillEngine, Worker
 from weight_sync.chaos.network import ControllerKilled, Network, Sender
@@ -109,7 +109,8 @@ class Job:
     """See the module docstring.
 
     eager: trainer ranks take their next step the moment they are released. landing: bytes land in any order, from the moment
-    they are written. failure, level: how syncs are tried again and verified.
+    they are written. failure, level: how syncs are tried again and verified. deltas: steps change little, and syncs send only
+    that; sent: how many did.
     """
 
     case: Case
@@ -118,6 +119,8 @@ class Job:
     landing: bool = False
     failure: FailurePolicy = field(default_factory=FailurePolicy)
     level: Level = Level.DIGEST
+    deltas: bool = False
+    sent: int = 0
     story: list[str] | None = None
     wrong: list[str] = field(default_factory=list)
     hung: list[str] = field(default_factory=list)
@@ -167,7 +170,8 @@ class Job:
 
     def values(self, step: int) -> Values:
         while len(self._values) <= step:
-            self._values.append(new_values(self._draw))
+            few = self.deltas and self._values
+            self._values.append(few_new_values(self._draw, self._values[-1]) if few else new_values(self._draw))
         return self._values[step]
 
     def _params(self, step: int, tp_rank: int, rank: int) -> Values:
@@ -206,7 +210,7 @@ class Job:
         sender = Sender(f"controller {len(self.controllers)}")
         engines: list[Any] = [Engine(self, sender, self.engine(name)) for name in self.in_service]
         sync = WeightSync(
-            Trainers(self, sender), engines, self.case.spec(len(engines)), timeouts=TIMEOUTS, failure=self.failure,
+            Trainers(self, sender), engines, self.case.spec(len(engines), self.deltas), timeouts=TIMEOUTS, failure=self.failure,
             level=self.level,
         )  # fmt: skip
         self.controllers.append(Controller(sender, sync))
@@ -243,7 +247,12 @@ class Job:
         """One sync, to a version above all that there were. Whether it was committed."""
         self.versions += 1
         version = self.versions
-        done = self.ask(controller, f"sync({version})", lambda: controller.sync.sync(version))
+
+        def sync() -> None:
+            outcome = controller.sync.sync(version)
+            self.sent += outcome.delta is not None and outcome.delta.used
+
+        done = self.ask(controller, f"sync({version})", sync)
         if done and controller.version != version:
             self.lie(f"the sync to version {version} returned, but version {controller.version} is committed")
         return done

@@ -1,9 +1,10 @@
-"""python -m weight_sync chaos [seeds=N] [first=N] [processes=N] [fault=NAME] [output=table|json], or chaos seed=N [output=...]
+"""python -m weight_sync chaos [seeds=N] [first=N] [processes=N] [fault=NAME] [deltas=true] [output=table|json]
+python -m weight_sync chaos seed=N [deltas=true] [output=table|json]
 
 Drills: the real session over doubles of the trainer, the wire and the engines, with faults at drawn points, thousands of times.
 Every run is a function of its seed; needs no GPU, no network and no engine. seeds: how many, from `first` (1000 from 0).
 fault: draw only from this one (as the table names it). processes: runs are spread over so many (1). seed: one run alone, with
-its story line by line.
+its story line by line. deltas=true: syncs send only what changed where they may (docs/delta.md).
 
 runs are counted by outcome, once each:
   silent_wrong  an engine served other bytes than those of the version it claimed, or a version moved without all engines
@@ -38,9 +39,9 @@ def run(words: list[str]) -> int:
     options = _options(rest)
     faults = tuple(FAULTS) if options.fault is None else (options.fault,)
     if options.seed is not None:
-        return _one(options.seed, faults, output)
+        return _one(options.seed, faults, output, options.deltas)
     begun = time.monotonic()
-    summary, bad = _all(range(options.first, options.first + options.seeds), options.processes, faults)
+    summary, bad = _all(range(options.first, options.first + options.seeds), options.processes, faults, options.deltas)
     seconds = time.monotonic() - begun
     for one in bad[:_SAID]:
         print(f"seed {one.seed} ({one.case}; {', '.join(one.faults)}): {(one.wrong + one.hung)[0]}", file=sys.stderr)
@@ -59,6 +60,7 @@ class _Options:
     processes: int = 1
     seed: int | None = None
     fault: str | None = None
+    deltas: bool = False
 
 
 def _options(words: list[str]) -> _Options:
@@ -69,31 +71,35 @@ def _options(words: list[str]) -> _Options:
             if value not in FAULTS:
                 raise ConfigError(f"fault={value}: there are {', '.join(FAULTS)}")
             options.fault = value
+        elif key == "deltas" and value in ("true", "false"):
+            options.deltas = value == "true"
         elif key in ("seeds", "first", "processes", "seed") and value.isdecimal():
             setattr(options, key, int(value))
         else:
-            raise ConfigError(f"{word}: chaos takes seeds=N, first=N, processes=N, seed=N, fault=NAME and output=table|json")
+            raise ConfigError(
+                f"{word}: chaos takes seeds=N, first=N, processes=N, seed=N, fault=NAME, deltas=true and output=table|json"
+            )
     if not options.seeds or not options.processes:
         raise ConfigError("seeds and processes must be at least 1")
     return options
 
 
-def _all(seeds: range, processes: int, faults: tuple[str, ...]) -> tuple[Summary, list[Run]]:
+def _all(seeds: range, processes: int, faults: tuple[str, ...], deltas: bool) -> tuple[Summary, list[Run]]:
     if processes == 1:
-        return many(seeds, faults=faults)
+        return many(seeds, faults=faults, deltas=deltas)
     summary, bad = Summary(), []
     chunks = [seeds[i : i + _CHUNK] for i in range(0, len(seeds), _CHUNK)]
     with ProcessPoolExecutor(processes) as pool:
-        for part, wrong in pool.map(partial(many, faults=faults), chunks):
+        for part, wrong in pool.map(partial(many, faults=faults, deltas=deltas), chunks):
             summary.merge(part)
             bad += wrong
     return summary, bad
 
 
-def _one(seed: int, faults: tuple[str, ...], output: str) -> int:
+def _one(seed: int, faults: tuple[str, ...], output: str, deltas: bool) -> int:
     """The story of one run, and the same summary of it alone."""
     story: list[str] = []
-    result = drill(seed, faults=faults, story=story)
+    result = drill(seed, faults=faults, story=story, deltas=deltas)
     summary = Summary()
     summary.add(result)
     if output == "json":

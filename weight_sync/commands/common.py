@@ -9,7 +9,7 @@ from typing import Any
 from weight_sync.config import compose_job, declared_sides, hf_config
 from weight_sync.errors import ConfigError
 from weight_sync.plan.schedule import Budget, CostModel
-from weight_sync.schema import JobConf
+from weight_sync.schema import JobConf, LandingChoice
 from weight_sync.session.inputs import Declared, PlanInputs, dims_of, dropped_names
 
 
@@ -45,6 +45,7 @@ def job_of(overrides: Sequence[str]) -> Job:
         CostModel(**asdict(conf.weight_sync.costs)),
         Budget(**asdict(conf.weight_sync.budget)),
         straddle=conf.weight_sync.quant.straddle.value,
+        loader=conf.weight_sync.landing.budget if conf.weight_sync.landing.to is LandingChoice.loader else 0,
     )
     return Job(conf, config, trainer, rollout, inputs)
 

@@ -17,6 +17,9 @@ from typing import Any
 
 from weight_sync.commands.common import Job, job_of, output_of, words_of
 from weight_sync.commands.saved import save
+from weight_sync.config import delta_spec
+from weight_sync.delta.regions import snapshot_bytes
+from weight_sync.delta.spec import DeltaSpec
 from weight_sync.observe.units import bytes_text, seconds_text
 from weight_sync.plan.figures import figures
 from weight_sync.plan.schedule import Schedule
@@ -53,10 +56,24 @@ def facts_of(job: Job, schedule: Schedule, plan_seconds: float) -> dict[str, Any
         "bound_seconds": None,
         "limit": None,
     }
+    if (delta := delta_spec(job.conf.weight_sync)) is not None:
+        facts |= delta_memory(delta, schedule, facts)
     if job.conf.cluster is not None:
         facts |= predicted(job.conf.cluster, schedule, facts)
         facts |= in_a_step(facts["predicted_seconds"], job)
     return facts
+
+
+def delta_memory(spec: DeltaSpec, schedule: Schedule, facts: dict[str, Any]) -> dict[str, Any]:
+    """What deltas need of the rank that needs most: the snapshot, in host memory or beside the weights, and staging."""
+    snapshot = int(snapshot_bytes(schedule.plan).max(initial=0))
+    beside = snapshot if spec.snapshot == "device" else 0
+    return {
+        "delta_snapshot_bytes_max": snapshot,
+        "delta_snapshot": spec.snapshot,
+        "extra_bytes_source": facts["extra_bytes_source"] + 2 * spec.message + beside,
+        "extra_bytes_destination": max(facts["extra_bytes_destination"], spec.staging),
+    }
 
 
 def predicted(cluster: str, schedule: Schedule, facts: dict[str, Any]) -> dict[str, Any]:
@@ -140,6 +157,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("runs", f"{facts['runs']:,}: {runs_text(facts['run_sizes'])}"),
         ("staging rounds", f"{facts['rounds']}"),
         *_quantised(facts),
+        *_deltas(facts),
         ("planning", f"{seconds_text(facts['plan_seconds'])}, {bytes_text(facts['peak_rss_bytes'])} of memory"),
     ]
     if facts["predicted_seconds"] is None:
@@ -171,6 +189,13 @@ def runs_text(classes: list[dict[str, Any]]) -> str:
 
 def _binary(number: int) -> str:
     return f"{number >> 20} MiB" if number >= 1 << 20 else f"{number >> 10} KiB"
+
+
+def _deltas(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    if "delta_snapshot" not in facts:
+        return []
+    most, where = bytes_text(facts["delta_snapshot_bytes_max"]), facts["delta_snapshot"]
+    return [("deltas", f"a trainer rank keeps at most {most} of what it last sent, in {where} memory")]
 
 
 def _quantised(facts: dict[str, Any]) -> list[tuple[str, str]]:

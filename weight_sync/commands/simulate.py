@@ -70,6 +70,8 @@ def run(words: list[str]) -> int:
 def _schedule(job: Job, source: str) -> Schedule:
     layouts = job.inputs.layouts()
     schedule = job.inputs.schedule(layouts)
+    if schedule.beside is not None:
+        raise ConfigError("weight_sync.landing.to=loader: waves and loaders of engines are not simulated")
     if source == "plan":
         return schedule
     return make_schedule(first_holders(schedule.plan, layouts[0]), schedule.costs, schedule.budget)

@@ -31,6 +31,11 @@ def cast_text(source: str, target: str) -> str:
     return f"cast from {source} to {target}"
 
 
+def is_cast(text: str) -> bool:
+    """Whether a recorder's words are those of a cast."""
+    return text.startswith("cast from ")
+
+
 def legal_casts() -> str:
     return ", ".join(f"{a} to {b}" for a, b in sorted(CASTS))
 

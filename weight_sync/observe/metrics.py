@@ -6,7 +6,7 @@ the meaning they have there:
     verl    timing_s/update_weights                     the whole sync, seconds
             checkpoint_engine/payload_mbytes            bytes written / 2^20
     miles   perf/update_weights_time                    the whole sync, seconds
-            perf/update_weights_implementation_time     moving the weights: gather + quantise + write
+            perf/update_weights_implementation_time     moving the weights: gather + quantise + encode + write
             perf/finalize_and_resume_engines_time       after the last byte: verify + commit + post + resume
 
 (Read in verl's trainer and checkpoint engines and in miles' weight updater; verl's delta keys wait for delta syncs.)
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from weight_sync.errors import ConfigError
 from weight_sync.observe.records import Phase, SyncRecord
 
-MOVING: tuple[Phase, ...] = ("gather", "quantise", "write")
+MOVING: tuple[Phase, ...] = ("gather", "quantise", "encode", "write")
 FINISHING: tuple[Phase, ...] = ("verify", "commit", "post", "resume")
 
 

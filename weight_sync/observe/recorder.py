@@ -96,6 +96,7 @@ class Recorder:
         self._gathered = self._writes = self._transfers = self._retries = 0
         self._verified = self._committed = False
         self._figures: dict[str, float] = {}
+        self._remarks: list[str] = []
         self._error: str | None = None
 
     def __enter__(self) -> Self:
@@ -157,6 +158,7 @@ class Recorder:
 
     def say(self, text: str) -> None:
         """Something a person should read now: an attempt that failed and is made again, a replica that is left out."""
+        self._remarks.append(text)
         if self._on_say is not None:
             self._on_say(text)
 
@@ -210,6 +212,7 @@ class Recorder:
             limit=self._limit,
             error=self._error,
             figures=dict(self._figures),
+            remarks=tuple(self._remarks),
         )
 
     def _stalled(self, end: float) -> float:

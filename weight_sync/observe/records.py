@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from weight_sync.observe.units import GB
 
-Phase = Literal["plan", "pause", "gather", "quantise", "write", "verify", "commit", "post", "resume"]
+Phase = Literal["plan", "pause", "gather", "quantise", "encode", "write", "verify", "commit", "post", "resume", "keep"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """In the order of a sync. A phase that did not happen is absent from a record, never zero."""
 
@@ -117,7 +117,8 @@ class SyncRecord:
     tokens_match: None until somebody compared generations. rank_seconds: busy seconds in the write phase; rank_bytes:
     bytes written; both by source rank label. stalled_seconds: from the start of pause to the end of resume.
     limit: bytes per second the wire could do, None if unknown. step_seconds: one whole training step, sync included.
-    error: None, or why the sync failed. started: unix seconds. figures: more numbers by name (quant/saturated, say).
+    error: None, or why the sync failed. started: unix seconds. figures: more numbers by name (quant/saturated, say). remarks:
+    what a person was told meanwhile (an attempt that was made again, why no delta was sent).
     """
 
     version: int
@@ -141,6 +142,7 @@ class SyncRecord:
     step_seconds: float | None = None
     error: str | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.limit is not None and not self.limit > 0:
@@ -217,6 +219,7 @@ class SyncRecord:
             "rank_seconds": None if stats is None else stats.to_json(),
             "error": self.error,
             "figures": dict(self.figures),
+            "remarks": list(self.remarks),
         }
 
 

@@ -20,11 +20,13 @@ COLOURS: dict[Phase, str] = {
     "pause": "#d1495b",
     "gather": "#e08e2b",
     "quantise": "#b5a300",
+    "encode": "#6b7fd7",
     "write": "#2f6db5",
     "verify": "#3a9e6e",
     "commit": "#7b4fa3",
     "post": "#a65f3d",
     "resume": "#37a6b5",
+    "keep": "#c58fb0",
 }
 MAX_ROWS = 64
 """More ranks than this are not legible: the busiest are drawn and the picture says how many were left out."""

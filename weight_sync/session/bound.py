@@ -176,5 +176,6 @@ class Bound:
         rows, first = [flight.pieces[i].row for i in mine], [flight.first[i] for i in mine]
         self._digests.pieces(group, rows, first, [views[i] for i in mine], self._odd)
 
-    def finished_digests(self) -> list[str]:
-        return [] if self._digests is None else self._digests.hex(self.rows.tolist())
+    def finished_digests(self) -> str:
+        """Of the transfers of this rank in order, 16 hex digits each; empty where none are wanted."""
+        return "" if self._digests is None else self._digests.text(self.rows.tolist())

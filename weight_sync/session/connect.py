@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weight_sync.delta.spec import DeltaSpec
 from weight_sync.errors import BindError, PlanError, WeightSyncError, listed
 from weight_sync.ids import Deadline
 from weight_sync.layout.catalog import Catalog
 from weight_sync.layout.family import model_dtype
 from weight_sync.layout.parallel import EngineDims, world_error
 from weight_sync.layout.table import Layout, Param, layout_from_shards
+from weight_sync.layout.values import is_cast
 from weight_sync.layout.witness import agree
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.schedule import Budget, CostModel, Schedule
@@ -34,6 +36,7 @@ from weight_sync.session.inputs import (
     dropped_names,
     tensors_of,
 )
+from weight_sync.session.landing import Landing, decide
 from weight_sync.session.recorded import ONE_WITNESS, published_catalog, recorded_layout, unserved_names
 from weight_sync.session.tables import target_table
 from weight_sync.session.takeover import Survey, survey
@@ -46,7 +49,7 @@ class SyncSpec:
     casts: dtypes that live trainer parameters may have where the HF tensor has another; their values are cast. A declared
     trainer says it itself (Declared.held_as). witness: compare a declared rollout layout with a recording of the engine's own
     loader. straddle: see PlanInputs. finite: NaN and infinities in weights that are quantised are an error. report: say what
-    quantising cost.
+    quantising cost. delta: how syncs send only what changed; None: never. landing: into live tensors, or by engines' loaders.
     """
 
     trainer: Declared | None
@@ -58,6 +61,8 @@ class SyncSpec:
     straddle: str = EXCHANGE
     finite: bool = True
     report: bool = True
+    delta: DeltaSpec | None = None
+    landing: Landing = field(default_factory=Landing)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +87,10 @@ class Connection:
     """NaN and infinities in weights that are quantised are an error."""
     report: bool = True
     """Ranks that quantise say what it cost."""
+    delta: DeltaSpec | None = None
+    """Ranks and workers keep what deltas need."""
+    by_loader: str = ""
+    """Why the engines' own loaders place what is received; "" where it is written into live tensors."""
 
     @property
     def plan(self) -> Plan:
@@ -113,6 +122,7 @@ def connect(
     found = found or survey(trainers, engines, deadline)
     described, servers = found.trainers, found.engines
     dims = check_engines(spec, servers, engines, pause)
+    landed = decide(spec.landing, servers, declared=isinstance(spec.rollout, Declared), delta=spec.delta is not None)
     model = tensors_of(spec.rollout)
     served = model_dtype(spec.rollout.config)
     if model is None:
@@ -137,6 +147,7 @@ def connect(
         budget=spec.budget,
         avoid=sorted(avoid),
         straddle=spec.straddle,
+        loader=landed.loader,
     )
     layouts = inputs.layouts()
     schedule = inputs.schedule(layouts)
@@ -145,10 +156,10 @@ def connect(
     if wrong := {rank: a["digest"] for rank, a in answers.items() if a["digest"] != schedule.digest}:
         raise PlanError(f"trainer ranks computed another plan than the controller's {schedule.digest}: {wrong}")
     if isinstance(spec.rollout, Declared):
-        check_recordings(spec, layouts[1], engines, dims, deadline)
+        check_recordings(spec, layouts[1], engines, dims, deadline, by_loader=landed.loader > 0)
     devices = [described[rank]["device"] for rank in ranks] + [r.device for server in servers.values() for r in server.ranks]
     digest = kind_for(devices)
-    bindings = bind_engines(dict(enumerate(engines)), schedule, dims, digest, controller, deadline)
+    bindings = bind_engines(dict(enumerate(engines)), schedule, dims, digest, controller, deadline, spec.delta)
     everybody = len(engines)
     connection = Connection(
         schedule,
@@ -161,6 +172,8 @@ def connect(
         digest,
         spec.finite,
         spec.report,
+        spec.delta,
+        landed.why,
     )
     bind_trainers(trainers, connection, controller, deadline)
     return connection
@@ -173,8 +186,9 @@ def bind_engines(
     digest: str,
     controller: str,
     deadline: Deadline,
+    delta: DeltaSpec | None = None,
 ) -> dict[int, dict[int, dict[str, Any]]]:
-    """Bind engines, given by their place in the plan; digest: as in Connection.
+    """Bind engines, given by their place in the plan; digest, delta: as in Connection.
 
     Returns what their workers answered, by place, then local rank.
     """
@@ -184,7 +198,11 @@ def bind_engines(
     def tables(place: int) -> dict[int, dict[str, Any]]:
         ranks = range(place * width, (place + 1) * width)
         common = {"controller": controller, "digest": digest}
-        return {local: target_table(schedule, rank) | common for local, rank in enumerate(ranks)}
+        made = {local: target_table(schedule, rank) | common for local, rank in enumerate(ranks)}
+        if delta is not None:  # what changed arrives where pieces to be unpacked do
+            for table in made.values():
+                table["stage_bytes"] = max(table["stage_bytes"], delta.staging)
+        return made
 
     answers = on_each([engines[i] for i in places], lambda i, engine: engine.bind(tables(places[i]), deadline), deadline)
     for i, by_rank in answers.items():
@@ -203,6 +221,7 @@ def bind_trainers(trainers: TrainerGroup, connection: Connection, controller: st
         "digest": connection.digest,
         "controller": controller,
         "report": connection.report,
+        "delta": None if connection.delta is None else connection.delta.to_json(),
         "seconds": deadline.check("bind"),
     }
     trainers.call("bind", dict.fromkeys(range(trainers.world), bind), deadline)
@@ -222,15 +241,22 @@ def check_engines(
 
 
 def check_recordings(
-    spec: SyncSpec, rollout: Layout, engines: Sequence[RolloutEngine], dims: EngineDims, deadline: Deadline
+    spec: SyncSpec,
+    rollout: Layout,
+    engines: Sequence[RolloutEngine],
+    dims: EngineDims,
+    deadline: Deadline,
+    *,
+    by_loader: bool = False,
 ) -> None:
     """The second witness: what the loaders of these engines do, against the first engines' part of the layout.
 
-    A layout that is not declared was recorded from the engines there were; one that joins has to agree with it.
+    A layout that is not declared was recorded from the engines there were; one that joins has to agree with it. by_loader:
+    these loaders take what is received. Then there is a witness whatever the spec says, and casts that they make are their own.
     """
     if isinstance(spec.rollout, Declared):
-        if spec.witness:
-            _witness(engines, rollout, computed_names(spec.rollout, "rollout"), dims, deadline)
+        if spec.witness or by_loader:
+            _witness(engines, rollout, computed_names(spec.rollout, "rollout"), dims, deadline, by_loader=by_loader)
     else:
         _witness(engines, rollout, {}, dims, deadline)
 
@@ -354,8 +380,16 @@ def _recordings(
 
 
 def _witness(
-    engines: Sequence[RolloutEngine], declared: Layout, computed: Mapping[str, str], dims: EngineDims, deadline: Deadline
+    engines: Sequence[RolloutEngine],
+    declared: Layout,
+    computed: Mapping[str, str],
+    dims: EngineDims,
+    deadline: Deadline,
+    *,
+    by_loader: bool = False,
 ) -> None:
     for i, by_rank in _recordings(engines, declared.catalog, dims, deadline).items():
         for local, recording in sorted(by_rank.items()):
-            agree(declared, i * dims.engine_world + local, recording["shards"], recording["unexplained"], computed)
+            found: Mapping[str, str] = recording["unexplained"]
+            theirs = {name: text for name, text in found.items() if is_cast(text)} if by_loader else {}
+            agree(declared, i * dims.engine_world + local, recording["shards"], found, {**computed, **theirs})

@@ -20,9 +20,12 @@ Rollout side, in the controller's process, one object for each engine:
                                 and says where it is. Nothing is paused yet.
     begin(session, version)     workers accept bytes for this session only; refused if the engine is not paused.
     place(round)                workers unpack one staging round (only where the plan has staged pieces).
+    patch(base, messages)       workers apply encoded changes out of their staging buffers (delta sessions only).
     pull(session, peers)        instead of the trainer's writes: each worker reads the bytes of all its transfers from the same
                                 worker of another engine, which goes on serving.
     verify()                    workers digest the live destination bytes of every transfer.
+    feed(wave)                  only where HF tensors are put beside the weights (session/placing.py), after verify() of this
+                                wave: workers hand it to the engine's own loader.
     check(step)                 snapshot, scramble, compare: what check_weight_equal asks of each worker.
     finish(session, version)    after the controller compared the digests: post-processing, caches, version. -> Receipt
     resume(receipt)             generation goes on. Nothing else resumes an engine.
@@ -34,7 +37,7 @@ Everything that crosses a process border is plain data: numbers, strings, lists 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -174,6 +177,8 @@ class EngineDescription:
     pause_modes: what pause() accepts. version: the committed integer it last reported, -1 if it never got one. state: None
     from an adapter that cannot tell; recover() needs it. refusals: why it cannot be synced
     as it runs (experts that move, memory that cannot be registered, LoRA), each by the argument that causes it.
+    not_writable: live tensors that no byte may be written into, "rank 0 NAME", each with the reason. no_loader: why its own
+    loader cannot take the weights instead; "" where it can.
     """
 
     name: str
@@ -186,6 +191,8 @@ class EngineDescription:
     software: dict[str, str] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()
     state: EngineState | None = None
+    not_writable: dict[str, str] = field(default_factory=dict[str, str])
+    no_loader: str = "its adapter offers no loading through the engine"
 
 
 class TrainerSource(Protocol):
@@ -239,6 +246,12 @@ class RolloutEngine(Protocol):
 
     def place(self, session: str, round: int, deadline: Deadline) -> None: ...
 
+    def patch(
+        self, session: str, base: Mapping[str, Any], messages: Mapping[int, Sequence[Sequence[int]]], deadline: Deadline
+    ) -> dict[int, dict[str, Any]]:
+        """TargetAgent's patch on each worker rank: {"session", "base", "messages": messages[rank]} -> {"words", "seconds"}."""
+        ...
+
     def pull(self, session: str, peers: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         """TargetAgent's pull on each worker rank: {"session", "peer": peers[rank], "seconds"} -> {"bytes", "reads"}.
 
@@ -246,8 +259,14 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def verify(self, session: str, deadline: Deadline, digests: bool = True) -> dict[int, list[str]]:
-        """Hex digests, for each worker rank, in the order of the transfers given to bind(); empty lists without `digests`."""
+    def verify(self, session: str, deadline: Deadline, digests: bool = True, wave: int = 0) -> dict[int, str]:
+        """For each worker rank the digests of its transfers, in the order given to bind(): 16 hex digits each, one after
+        another (there may be a hundred thousand); empty without `digests`. wave: of which part, where a plan has waves."""
+        ...
+
+    def feed(self, session: str, wave: int, deadline: Deadline) -> None:
+        """TargetAgent's feed on each worker rank. Raises RolloutError where the engine's loader fails, VerifyError where it has
+        not used what it was given."""
         ...
 
     def check(self, session: str, step: CheckStep, deadline: Deadline) -> dict[int, dict[str, Any]]:

@@ -6,6 +6,7 @@ Both sides of a plan use one kind of digest (`kind_for`): xxh3 where all memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,8 +45,15 @@ class Digests(Protocol):
         """
         ...
 
+    def text(self, keys: Sequence[Any]) -> str:
+        """The digests, 16 hex digits each, one after another; waits for what was begun.
+
+        VerifyError for a region of which nothing was digested.
+        """
+        ...
+
     def hex(self, keys: Sequence[Any]) -> list[str]:
-        """The digests, 16 hex digits each; waits for what was begun. VerifyError for a region of which nothing was digested."""
+        """The same, one string for each."""
         ...
 
 
@@ -72,6 +80,9 @@ class HostDigests:
             hasher = self._hashers[key] = self._new()
         feed(hasher, view)
 
+    def text(self, keys: Sequence[Any]) -> str:
+        return "".join(self.hex(keys))
+
     def hex(self, keys: Sequence[Any]) -> list[str]:
         # Two regions that nobody looked at would otherwise have equal digests.
         if missing := [key for key in keys if key not in self._hashers]:
@@ -88,7 +99,7 @@ class DeviceDigests:
 
     def __init__(self, device: Any, kept: dict[object, Any]) -> None:
         self._device, self._kept = device, kept
-        self._begun: list[tuple[list[Any], NDArray[np.int64], NDArray[np.uint64], Any]] = []
+        self._begun: list[tuple[object, list[Any], NDArray[np.int64], NDArray[np.uint64], Any]] = []
         self._host = HostDigests(LANES)
 
     def whole(self, group: object, keys: Sequence[Any], views: Callable[[], Sequence[Any]]) -> None:
@@ -110,7 +121,7 @@ class DeviceDigests:
             self._host.add(keys[i], to_host(view))
         with torch.cuda.device(self._device):  # hex() waits for this device's stream, whichever the thread's current device is
             sums = kernels.launch_digest(*launch)
-        self._begun.append(([keys[i] for i in even], owner, nbytes, sums))
+        self._begun.append((group, [keys[i] for i in even], owner, nbytes, sums))
 
     def pieces(
         self, group: object, keys: Sequence[Any], first: Sequence[int], views: Sequence[Any], odd: Collection[Any] = ()
@@ -134,23 +145,77 @@ class DeviceDigests:
             self._host.add(keys[i], to_host(views[i]))
         with torch.cuda.device(self._device):
             sums = kernels.launch_digest(*launch)
-        self._begun.append(([keys[i] for i in even], owner, nbytes, sums))
+        self._begun.append((group, [keys[i] for i in even], owner, nbytes, sums))
+
+    def text(self, keys: Sequence[Any]) -> str:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        order = self._order(keys)
+        totals = np.zeros(len(order.sizes), np.uint64)
+        if len(order.sums):
+            sums = torch.cat([begun[-1] for begun in self._begun]).cpu().numpy().view(np.uint64)
+            totals[order.some] = np.add.reduceat(sums[order.sums], order.first)
+        found = finish(totals, order.sizes)
+        found = (found[order.place] if len(found) else np.zeros(len(keys), np.uint64)).astype(">u8").tobytes().hex()
+        if not order.odd:
+            return found
+        parts = [found[16 * i : 16 * i + 16] for i in range(len(keys))]
+        for i in order.odd:
+            parts[i] = self._host.text([keys[i]])
+        return "".join(parts)
 
     def hex(self, keys: Sequence[Any]) -> list[str]:
-        place: dict[Any, int] = {}
-        for begun, _, _, _ in self._begun:
-            for key in begun:
-                place.setdefault(key, len(place))
-        totals, sizes = np.zeros(len(place), np.uint64), np.zeros(len(place), np.uint64)
-        for begun, owner, nbytes, sums in self._begun:
-            at = np.fromiter((place[key] for key in begun), np.int64, len(begun))
-            np.add.at(totals, at[owner], sums.cpu().numpy().view(np.uint64))
+        text = self.text(keys)
+        return [text[i : i + 16] for i in range(0, len(text), 16)]
+
+    def _order(self, keys: Sequence[Any]) -> _Order:
+        """Where the sums of each key's region are. Worked out once for groups that come again with the same keys."""
+        begun = [(group, members) for group, members, *_ in self._begun]
+        groups = _Order, *(group for group, _ in begun)
+        kept = self._kept.get(groups)
+        if kept is None or kept.keys != list(keys) or kept.begun != begun:
+            kept = self._kept[groups] = _Order.of(keys, begun, [(owner, nbytes) for *_, owner, nbytes, _ in self._begun])
+        return kept
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    """How sums that kernels return, in the order they were asked for, become digests of keys.
+
+    sums: numbers of the sums, those of one region behind each other; first: where each region's begin; some: which regions have
+    any (all but empty ones); sizes: bytes of each region. place: the region of each key. odd: keys whose digest was made on the
+    host (their place means nothing).
+    """
+
+    keys: list[Any]
+    begun: list[tuple[object, list[Any]]]
+    sums: NDArray[np.int64]
+    first: NDArray[np.int64]
+    some: NDArray[np.int64]
+    sizes: NDArray[np.uint64]
+    place: NDArray[np.int64]
+    odd: list[int]
+
+    @classmethod
+    def of(cls, keys: Sequence[Any], begun: list[tuple[object, list[Any]]], parts: Sequence[tuple[Any, Any]]) -> _Order:
+        regions: dict[Any, int] = {}
+        for _, members in begun:
+            for key in members:
+                regions.setdefault(key, len(regions))
+        sizes = np.zeros(len(regions), np.uint64)
+        of_sum: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+        for (_, members), (owner, nbytes) in zip(begun, parts, strict=True):
+            at = np.fromiter((regions[key] for key in members), np.int64, len(members))
             np.add.at(sizes, at, nbytes)
-        text = finish(totals, sizes).astype(">u8").tobytes().hex()
-        found = [place.get(key) for key in keys]
-        return [
-            self._host.hex([key])[0] if i is None else text[16 * i : 16 * i + 16] for key, i in zip(keys, found, strict=True)
-        ]
+            of_sum.append(at[owner])
+        region = np.concatenate(of_sum)
+        order = np.argsort(region, kind="stable")
+        some, first = np.unique(region[order], return_index=True)
+        if nothing := np.setdiff1d(np.flatnonzero(sizes), some).tolist():
+            names = list(regions)
+            raise VerifyError(f"no byte was digested of {len(nothing)} regions: {listed(str(names[i]) for i in nothing)}")
+        place = np.asarray([regions.get(key, 0) for key in keys], np.int64)
+        return cls(list(keys), begun, order, first, some, sizes, place, [i for i, key in enumerate(keys) if key not in regions])
 
 
 def box_of(view: Any) -> Box:

@@ -172,13 +172,23 @@ class InProcessEngine:
     def place(self, session: str, round: int, deadline: Deadline) -> None:
         self._all("place", deadline, session=session, round=round)
 
+    def patch(
+        self, session: str, base: Mapping[str, Any], messages: Mapping[int, Sequence[Sequence[int]]], deadline: Deadline
+    ) -> dict[int, dict[str, Any]]:
+        return self._each(
+            "patch", {r: {"session": session, "base": base, "messages": m} for r, m in messages.items()}, deadline
+        )
+
     def pull(self, session: str, peers: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         seconds = deadline.check(f"engine {self.name}: pull")
         return self._each("pull", {r: {"session": session, "peer": p, "seconds": seconds} for r, p in peers.items()}, deadline)
 
-    def verify(self, session: str, deadline: Deadline, digests: bool = True) -> dict[int, list[str]]:
-        replies = self._all("verify", deadline, session=session, digests=digests)
+    def verify(self, session: str, deadline: Deadline, digests: bool = True, wave: int = 0) -> dict[int, str]:
+        replies = self._all("verify", deadline, session=session, digests=digests, wave=wave)
         return {rank: reply["digests"] for rank, reply in replies.items()}
+
+    def feed(self, session: str, wave: int, deadline: Deadline) -> None:
+        self._all("feed", deadline, session=session, wave=wave)
 
     def check(self, session: str, step: CheckStep, deadline: Deadline) -> dict[int, dict[str, Any]]:
         return self._all(step, deadline, session=session)

@@ -23,12 +23,14 @@ from weight_sync.layout.family import (
 )
 from weight_sync.layout.parallel import Dims, EngineDims, TrainerDims
 from weight_sync.layout.table import Layout
+from weight_sync.layout.whole import whole
 from weight_sync.plan.extend import add_engine, drop_engine
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.planner import make_plan
 from weight_sync.plan.proof import prove_exact_once
 from weight_sync.plan.schedule import Budget, CostModel, Schedule, make_schedule
 from weight_sync.plan.straddle import refuse
+from weight_sync.plan.waves import schedule_in_waves
 from weight_sync.quant.emission import Quantisation
 
 EXCHANGE, REFUSE = "exchange", "refuse"
@@ -83,6 +85,8 @@ class PlanInputs:
     avoid: trainer ranks that send only what no other rank holds. changes: engines that came ({"add": hosts of its workers}) and
     went ({"drop": its place}) since the plan of everything else was made, in order; see weight_sync.plan.extend. straddle: what
     to do where groups of quantised weights lie on several trainer ranks: exchange or refuse; see weight_sync.plan.straddle.
+    loader: 0: bytes go into live tensors of the engines. Else: into staging memory of so many bytes beside them, as whole HF
+    tensors, for the engines' own loaders.
     """
 
     source: Declared | Mapping[str, Any]
@@ -95,6 +99,7 @@ class PlanInputs:
     avoid: Sequence[int] = ()
     changes: Sequence[Mapping[str, Any]] = ()
     straddle: str = EXCHANGE
+    loader: int = 0
 
     def to_json(self) -> dict[str, Any]:
         def side(value: Declared | Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +118,7 @@ class PlanInputs:
             "avoid": list(self.avoid),
             "changes": [dict(change) for change in self.changes],
             "straddle": self.straddle,
+            "loader": self.loader,
         }
 
     @classmethod
@@ -131,10 +137,11 @@ class PlanInputs:
             data["avoid"],
             data["changes"],
             data["straddle"],
+            data["loader"],
         )
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """Both sides, resolved."""
+        """Both sides, resolved; the engines' as their weights lie, whoever puts bytes there."""
         return layout_of(self.source, "trainer"), layout_of(self.target, "rollout")
 
     def schedule(self, layouts: tuple[Layout, Layout] | None = None) -> Schedule:
@@ -148,11 +155,12 @@ class PlanInputs:
         if known is not None:
             return known
         source, target = layouts or self.layouts()
+        target = whole(target) if self.loader else target
         plan = make_plan(source, target, self.source_hosts, self.target_hosts, self.avoid)
         prove_exact_once(plan, self.dropped, source=source, target=target)
         for change in self.changes:
             plan = self._changed(plan, change, source)
-        schedule = make_schedule(plan, self.costs, self.budget)
+        schedule = self._scheduled(plan)
         if self.straddle == REFUSE:
             refuse(plan, schedule.straddles)
         if len(plan) <= _SMALL:
@@ -169,6 +177,11 @@ class PlanInputs:
     def extend(self, schedule: Schedule, change: Mapping[str, Any]) -> Schedule:
         """`schedule`, made of these inputs, changed by one engine: changed(change).schedule(), without planning anew."""
         plan = self._changed(schedule.plan, change, layout_of(self.source, "trainer"))
+        return self._scheduled(plan)
+
+    def _scheduled(self, plan: Plan) -> Schedule:
+        if self.loader:
+            return schedule_in_waves(plan, self.costs, self.budget, self.loader)
         return make_schedule(plan, self.costs, self.budget)
 
     def _changed(self, plan: Plan, change: Mapping[str, Any], source: Layout) -> Plan:

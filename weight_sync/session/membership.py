@@ -8,33 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from weight_sync.errors import PlanError, SessionError
 from weight_sync.ids import Deadline
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.schedule import Schedule
+from weight_sync.session import landing
 from weight_sync.session.attempt import Attempt, check_receipt
 from weight_sync.session.connect import Connection, SyncSpec, bind_engines, bind_trainers, check_engines, check_recordings
 from weight_sync.session.contracts import EngineDescription, PauseMode, Receipt, RolloutEngine, TrainerGroup
 from weight_sync.session.registry import Replica
-from weight_sync.session.tables import target_table
+from weight_sync.session.tables import split_digests, target_table
 from weight_sync.session.verify import check_joiner
 
 Region = tuple[str, int]
 """Where a transfer ends in one worker: engine name of the parameter, first element."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Committed:
-    """What the last commit proved: for each worker of one engine, the digest of every transfer by where it ends.
+    """What the last commit proved of the workers of one engine, the first of `plan`: `found`, the digests of each.
 
     Engines of one job are alike, so it is what every other engine must hold as well.
     """
 
     version: int
     digest: str
-    workers: tuple[dict[Region, str], ...]
+    plan: Plan
+    found: tuple[str, ...]
+
+    @cached_property
+    def workers(self) -> tuple[dict[Region, str], ...]:
+        """For each worker, the digest of every transfer by where it ends. Made when an engine joins, not at every commit."""
+        return tuple(
+            dict(zip(_regions(self.plan, rank), split_digests(text), strict=True)) for rank, text in enumerate(self.found)
+        )
 
 
 def committed_by(attempt: Attempt) -> Committed | None:
@@ -42,9 +52,9 @@ def committed_by(attempt: Attempt) -> Committed | None:
     verified = attempt.verified
     if verified is None or not verified.by_rank:
         return None
-    plan, width = attempt.connection.plan, attempt.connection.dims.engine_world
-    workers = tuple(dict(zip(_regions(plan, rank), verified.by_rank[rank], strict=True)) for rank in range(width))
-    return Committed(attempt.version, verified.digest, workers)
+    width = attempt.connection.dims.engine_world
+    found = tuple(verified.by_rank[rank] for rank in range(width))
+    return Committed(attempt.version, verified.digest, attempt.connection.plan, found)
 
 
 def _regions(plan: Plan, rank: int) -> list[Region]:
@@ -71,13 +81,15 @@ def grow(
     deadline: Deadline,
 ) -> Connection:
     """The connection with one more engine, which is bound and whose own loader agrees with the layout."""
-    width = connection.dims.engine_world
-    check_recordings(spec, connection.layouts[1], [engine], connection.dims, deadline)
+    width, loader = connection.dims.engine_world, connection.inputs.loader
+    landing.check_joiner(loader, server)
+    check_recordings(spec, connection.layouts[1], [engine], connection.dims, deadline, by_loader=loader > 0)
     change = {"add": [server.ranks[r].host for r in range(width)]}
     schedule = _extended(trainers, connection, change, controller, deadline)
     _unchanged(connection.schedule, schedule)
     place = len(connection.bindings)
-    binding = bind_engines({place: engine}, schedule, connection.dims, connection.digest, controller, deadline)[place]
+    joining = {place: engine}
+    binding = bind_engines(joining, schedule, connection.dims, connection.digest, controller, deadline, connection.delta)[place]
     grown = replace(
         connection,
         schedule=schedule,

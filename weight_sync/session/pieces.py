@@ -6,6 +6,7 @@ kernels when a plan is bound; a sync only runs them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +21,7 @@ from weight_sync.plan.schedule import Method
 from weight_sync.quant.kernel import Prepared
 from weight_sync.session.arrays import address
 from weight_sync.session.casts import cast_into
-from weight_sync.transport.base import Batch, Endpoint, Ticket, Transport
+from weight_sync.transport.base import Batch, DeviceOrdered, Endpoint, Ticket, Transport
 
 if TYPE_CHECKING:
     from weight_sync.session.bound import Bound
@@ -115,23 +116,24 @@ def _together(bound: Bound, pieces: Sequence[Piece]) -> Sequence[Piece]:
 def write_pieces(transport: Transport, bound: Bound, round_: int, deadline: Deadline) -> tuple[int, int]:
     """Fill and write the pieces of a round; while one half of the staging buffer is on the wire, the other is filled.
 
+    On a device that keeps the order of what it is asked, everything is asked for at once, and waited for at the end.
     Returns (bytes, writes).
     """
-    flying: list[Ticket | None] = [None, None]
+    flying: deque[Ticket] = deque()
     moved, writes = 0, 0
+    ordered = transport if isinstance(transport, DeviceOrdered) else None
     for number, flight in enumerate(bound.flights[round_]):
-        ticket = flying[number % 2]
-        if ticket is not None:
-            moved += transport.wait(ticket, deadline).nbytes
+        if ordered is not None:
+            if number >= 2:
+                ordered.follow(flying[number - 2])
+        elif len(flying) == 2:
+            moved += transport.wait(flying.popleft(), deadline).nbytes
         bound.digest_pieces((round_, number), flight, _filled(bound, flight))
         if not transport.follows_device:
             bound.memory.settle()  # what was packed is there before the transport looks
-        flying[number % 2] = transport.write(flight.batch)
+        flying.append(transport.write(flight.batch))
         writes += len(flight.pieces)
-    for ticket in flying:
-        if ticket is not None:
-            moved += transport.wait(ticket, deadline).nbytes
-    return moved, writes
+    return moved + sum(transport.wait(ticket, deadline).nbytes for ticket in flying), writes
 
 
 def _filled(bound: Bound, flight: Flight) -> Sequence[Any]:

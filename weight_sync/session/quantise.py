@@ -188,6 +188,7 @@ class Quantiser:
 
     def check_outgrown(self) -> None:
         """Once everything is made: raise VerifyError where weights had grown beyond the magnitudes their scales are made of."""
+        self.kernel.fetch(self._made)
         if count := sum(made.outgrown() for made in self._made):
             raise VerifyError(
                 f"trainer rank {self._rank}: weights changed during the sync: in {count} groups an element is larger than the "

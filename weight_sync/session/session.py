@@ -22,6 +22,7 @@ from weight_sync.session.contracts import (
     SyncObserver,
     TrainerGroup,
 )
+from weight_sync.session.delta import Deltas
 from weight_sync.session.failure import FailurePolicy, Lessons, worth_retrying
 from weight_sync.session.fence import Fence
 from weight_sync.session.gate import new_session
@@ -79,6 +80,7 @@ class WeightSync:
         self._controller = ""
         self._connection: Connection | None = None
         self._committed: Committed | None = None
+        self._deltas = Deltas(spec.delta)
         self._version = -1
         self._fence = Fence(trainers, self._registry, self._timeouts.abort)
         self._busy = threading.Lock()
@@ -180,7 +182,7 @@ class WeightSync:
     def _attempt(self, version: int, connection: Connection, session: str, watch: SyncObserver) -> Attempt:
         attempt = Attempt(
             self._trainers, self._registry.members, connection, session, version, self._level, self._pause,
-            Deadline.after(self._timeouts.sync), watch, self._machine,
+            Deadline.after(self._timeouts.sync), watch, self._machine, deltas=self._deltas,
         )  # fmt: skip
         try:
             attempt.run(self._on_commit)
@@ -224,6 +226,7 @@ class WeightSync:
         """After any failure: nothing may still be written, engines stay paused and say why, bindings are void."""
         reason = f"{type(error).__name__}: {error}"
         self._connection = None
+        self._deltas.forget()
         if self._machine.state is State.COMMITTED:
             error.add_note(
                 f"version {attempt.version} is committed: every engine holds it, verified; not every engine was resumed"
@@ -293,6 +296,11 @@ class WeightSync:
 
     def _lender(self, instead: Replica | None = None) -> tuple[Replica, Committed]:
         """The replica to pull from, and what must arrive."""
+        if self._connection is not None and self._connection.by_loader:
+            raise SessionError(
+                "nothing to pull: engines place what they receive with their own loaders, so live memory does not hold what "
+                f"was verified ({self._connection.by_loader}); join without pull, the next sync brings the engine along"
+            )
         committed, lender = self._committed, self._registry.lender(self._version, instead)
         if committed is None or lender is None or self._connection is None:
             why = "no version is committed" if self._version < 0 else "no digests of it are known" if committed is None else (

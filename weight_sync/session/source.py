@@ -11,11 +11,22 @@ The controller reaches it by call(method, payload) -> reply, plain data both way
     quiesce   {"session", "plan"}                  -> {}; parameters hold the finished step, no step may start. Refused when
                                                       there is no binding of this plan or parameters moved since (a rank
                                                       that restarted): nothing has been paused yet
-    scan      {"session", "finite"}                -> {"session", "magnitudes", "spans"}; where weights are quantised: looks at
-                                                      all of them. WeightsError for NaN and infinities, if finite is set
-    write     {"session", "round", "seconds"}      -> {"session", "round", "bytes", "writes", "spans", "digests", "made"}; the
-                                                      last two with the last round only. Where weights are quantised, round 0
-                                                      brings "magnitudes": those that scan gave, of all ranks
+    scan      {"session", "finite", "wave"}        -> {"session", "magnitudes", "spans"}; where weights are quantised: looks at
+                                                      all of them (of one wave; of the only one by default, here and below).
+                                                      WeightsError for NaN and infinities, if finite is set
+    write     {"session", "round", "seconds", "wave"} -> {"session", "round", "bytes", "writes", "spans", "digests",
+                                                      "made"}; the last two with the last round only. Where
+                                                      weights are quantised, round 0 brings
+                                                     "magnitudes": those that scan gave, of all ranks
+    encode    {"session", "base", "magnitudes"}    -> {"missing", "over", "changed", "elements", "encoded", "bytes", "messages",
+                                                      "digests", "snapshot"}: what changed since the base (a committed
+                                                      version), in messages [rollout rank, bytes]; see delta_source.py.
+                                                      missing: why there is no snapshot of the base, or None. over: it takes
+                                                      more than the share that is allowed
+    send      {"session", "round", "base", "messages", "seconds"} -> {"bytes", "writes", "spans"}; writes messages
+                                                      [number, byte of the destination's staging buffer, plan]
+    keep      {"session", "base", "encoded"}       -> {"snapshot", "spans"}; base was committed and is what the next encode
+                                                      compares with
     compare   {"session", "seconds"}               -> {"bytes", "reads"}; reads what it wrote back out of the engines and
                                                       compares every byte with the live source. VerifyError names the first
                                                       that differs
@@ -34,12 +45,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from weight_sync.delta.spec import DeltaSpec
 from weight_sync.errors import BindError, SessionError, VerifyError, listed
 from weight_sync.ids import Deadline
 from weight_sync.plan.figures import source_staging
 from weight_sync.plan.schedule import Schedule
 from weight_sync.session.bound import Bound
 from weight_sync.session.contracts import LiveStorage, TrainerSource
+from weight_sync.session.delta_source import DeltaSource
 from weight_sync.session.digests import XXH3
 from weight_sync.session.gate import Gate, controller_of
 from weight_sync.session.inputs import PlanInputs
@@ -59,19 +72,22 @@ class SourceAgent:
         self._lock = threading.Lock()
         self._transport: Transport | None = None
         self._schedule: Schedule | None = None
-        self._bound: Bound | None = None
+        self._bound: Bound | None = None  # the first of _waves
+        self._waves: tuple[Bound, ...] = ()
+        self._label = ""  # digest of the schedule that is bound
         self._stage: Any = None
         self._readback: Any = None
         self._storages: tuple[LiveStorage, ...] = ()
         self._probed: set[Endpoint] = set()
         self._session: str | None = None
-        self._scanned: str | None = None
+        self._scanned: dict[int, str] = {}
         self._writing = False
         self._unfenced: str | None = None
         self._inputs: PlanInputs | None = None
         self._bound_by = ""
         self.rank = source.describe().rank
         self._gate = Gate(f"trainer rank {self.rank}")
+        self._delta = DeltaSource(self.rank)
 
     def call(self, method: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Dispatch one request. Raises SessionError for an unknown method or one that is illegal now."""
@@ -84,6 +100,9 @@ class SourceAgent:
             "quiesce": self._quiesce,
             "scan": self._scan,
             "write": self._write,
+            "encode": self._encode,
+            "send": self._send,
+            "keep": self._keep,
             "compare": self._compare,
             "release": self._release,
             "fence": self._fence,
@@ -114,18 +133,20 @@ class SourceAgent:
         if schedule is None or schedule.digest != payload["plan"]:
             raise BindError(f"trainer rank {self.rank}: asked to bind plan {payload['plan']}, has computed another")
         targets = {int(rank): TargetBinding.from_json(data) for rank, data in payload["targets"].items()}
-        self._bound = self._scanned = None
+        self._bound, self._scanned = None, {}
         memory = memory_of(self._source.tensors(), f"trainer rank {self.rank}")
         self._check(memory, schedule)
         peers = {rank: Endpoint.from_json(binding.endpoint) for rank, binding in targets.items()}
         transport = self._registered(memory, source_staging(schedule).get(self.rank, 0), set(peers.values()))
         deadline = Deadline.after(float(payload["seconds"]))
         kind, report = str(payload.get("digest", XXH3)), bool(payload.get("report", True))
-        bound = Bound(schedule, self.rank, memory, self._stage, targets, transport, kind, report)
-        for rank in sorted(set(schedule.plan.target_rank[bound.rows].tolist())):
+        waves = tuple(Bound(part, self.rank, memory, self._stage, targets, transport, kind, report) for part in schedule.waves)
+        for rank in sorted(set(schedule.plan.target_rank[schedule.plan.rows_from(self.rank)].tolist())):
             self._probed.add(peers[rank])
             transport.probe(peers[rank], deadline)
-        self._bound, self._bound_by = bound, controller_of(str(payload.get("controller") or ""))
+        self._delta.bind(waves[0], DeltaSpec(**payload["delta"]) if payload.get("delta") else None, kind)
+        self._bound, self._waves, self._label = waves[0], waves, schedule.digest
+        self._bound_by = controller_of(str(payload.get("controller") or ""))
         return {"endpoint": transport.describe().to_json()}
 
     def _registered(self, memory: Memory, staging: int, peers: set[Endpoint]) -> Transport:
@@ -167,7 +188,7 @@ class SourceAgent:
             # First, whatever is wrong here: quiescing may be a collective of all ranks, and the others are in it.
             self._source.quiesce()
             self._session = payload["session"]
-        if self._bound is None or self._bound.schedule.digest != payload["plan"]:
+        if self._bound is None or self._label != payload["plan"]:
             raise BindError(
                 f"trainer rank {self.rank}: has no binding of plan {payload['plan']}; was it restarted since? connect again"
             )
@@ -200,22 +221,22 @@ class SourceAgent:
         return {}
 
     def _scan(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        bound = self._bound
+        wave, bound = self._wave(payload)
         if self._session != payload["session"] or bound is None:
             raise SessionError(f"trainer rank {self.rank}: scan for session {payload['session']}, which is not open here")
         if bound.quantiser is None:
             return {"session": payload["session"], "magnitudes": [], "spans": []}
         begin, wall = time.monotonic(), time.time()
-        self._scanned = None
+        self._scanned.pop(wave, None)
         found = bound.quantiser.scan(bool(payload["finite"]))
-        self._scanned = self._session
+        self._scanned[wave] = payload["session"]
         return {"session": payload["session"], "magnitudes": found, "spans": [self._span("quantise", begin, wall, 0)]}
 
     def _write(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         if self._session != payload["session"]:
             open_ = f"session {self._session} is open" if self._session else "nothing was quiesced: parameters may still change"
             raise SessionError(f"trainer rank {self.rank}: write for session {payload['session']}, but {open_}")
-        bound, transport = self._bound, self._transport
+        (wave, bound), transport = self._wave(payload), self._transport
         if bound is None or transport is None:
             raise SessionError(f"trainer rank {self.rank}: write without a binding")
         deadline = Deadline.after(float(payload["seconds"]))
@@ -226,10 +247,10 @@ class SourceAgent:
         if round_ == 0 and bound.quantiser is not None:
             if payload.get("magnitudes") is None:
                 raise SessionError(f"trainer rank {self.rank}: weights are quantised, but write came without magnitudes")
-            if self._scanned != payload["session"]:  # this binding's: it knows magnitudes of an older step, or none
+            if self._scanned.get(wave) != payload["session"]:  # this binding's: it knows magnitudes of an older step, or none
                 raise SessionError(
                     f"trainer rank {self.rank}: write for session {payload['session']}, but weights were last looked at for "
-                    f"{self._scanned or 'none'}"
+                    f"{self._scanned.get(wave, 'none')}"
                 )
             bound.quantiser.settle(payload["magnitudes"])
         self._writing = True  # until every byte is reported written; after an error, until the transport is closed
@@ -254,12 +275,42 @@ class SourceAgent:
             bound.quantiser.check_outgrown()
         spans.append(self._span("write", begin, wall, moved))
         # Which request this answers goes with it: an old reply taken for a new one would prove old bytes.
-        answers = {"session": payload["session"], "round": round_}
+        answers = {"session": payload["session"], "round": round_, "wave": wave}
         made = bound.quantiser.stats() if last and bound.quantiser is not None else None
         return answers | {"bytes": moved, "writes": writes, "spans": spans, "digests": digests, "made": made and made.to_json()}
 
+    def _quiet(self, method: str, payload: Mapping[str, Any]) -> Bound:
+        """The binding, for work on weights that stand still in this session."""
+        if self._session != payload["session"] or self._bound is None or self._transport is None or self._writing:
+            raise SessionError(f"trainer rank {self.rank}: {method} for session {payload['session']}, which is not open here")
+        return self._bound
+
+    def _encode(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        bound, begin, wall = self._quiet("encode", payload), time.monotonic(), time.time()
+        if bound.quantiser is not None and self._scanned.get(0) != payload["session"]:
+            raise SessionError(f"trainer rank {self.rank}: weights were not looked at for session {payload['session']}")
+        reply = self._delta.encode(payload)
+        self._not_moved(bound)  # what was compared and digested was the parameters
+        return reply | {"session": payload["session"], "spans": [self._span("encode", begin, wall, 0)]}
+
+    def _send(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        bound, begin, wall = self._quiet("send", payload), time.monotonic(), time.time()
+        self._not_moved(bound)
+        assert self._transport is not None
+        self._writing = True  # as in write
+        moved, writes = self._delta.send(payload, self._transport)
+        self._writing = False
+        spans = [self._span("write", begin, wall, moved)]
+        return {"session": payload["session"], "round": payload["round"], "bytes": moved, "writes": writes, "spans": spans}
+
+    def _keep(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        bound, begin, wall = self._quiet("keep", payload), time.monotonic(), time.time()
+        self._not_moved(bound)
+        reply = self._delta.keep(payload)
+        return reply | {"session": payload["session"], "spans": [self._span("keep", begin, wall, 0)]}
+
     def _compare(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        bound, transport = self._bound, self._transport
+        (_, bound), transport = self._wave(payload), self._transport
         if self._session != payload["session"] or bound is None or transport is None or self._writing:
             raise SessionError(f"trainer rank {self.rank}: compare for session {payload['session']} before it was written")
         self._not_moved(bound)
@@ -288,6 +339,11 @@ class SourceAgent:
         self._writing = False
         return {"bytes": nbytes, "reads": reads}
 
+    def _wave(self, payload: Mapping[str, Any]) -> tuple[int, Bound | None]:
+        """Which wave a request is about, and what is bound for it."""
+        wave = int(payload.get("wave", 0))
+        return wave, self._waves[wave] if self._bound is not None and 0 <= wave < len(self._waves) else None
+
     def _span(self, phase: str, start: float, wall: float, nbytes: int) -> dict[str, Any]:
         end = time.monotonic()
         return {"rank": f"trainer {self.rank}", "phase": phase, "start": start, "end": end, "wall": wall, "nbytes": nbytes}
@@ -301,6 +357,8 @@ class SourceAgent:
         """Raises if the transport does not close, now and ever after: only the end of the process is a fence then."""
         self._not_unfenced()
         transport, self._transport, self._bound, self._probed = self._transport, None, None, set()
+        self._waves = ()
+        self._delta.drop("this rank's transport was closed since")
         if transport is not None:
             try:
                 transport.close()
@@ -309,6 +367,7 @@ class SourceAgent:
                 raise
         self._writing = False
         self._stage = self._readback = None  # only now: what is not closed may still read it
+        self._delta.closed()
 
     def _not_unfenced(self) -> None:
         if self._unfenced is not None:

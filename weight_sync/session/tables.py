@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,17 @@ from weight_sync.layout.table import Ints
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.schedule import Schedule
 
-_HEX = re.compile("[0-9a-f]*")
+DIGITS = 16
+"""Hex digits of a digest."""
+_DIGEST = re.compile(f"[0-9a-fA-F]{{{DIGITS}}}")
 
 
 def target_table(schedule: Schedule, rank: int) -> dict[str, Any]:
     """The transfers that end on a rollout rank, and how its staged pieces unpack.
 
     transfers: columns; params by name; start, strides, shape in elements. pieces: [transfer, at, shape, stage byte] by round.
+    loader: where HF tensors are put for the engine's own loader ({"bytes", "places": {name: [wave, first byte]}}); None where
+    parameters are live ones.
     """
     plan = schedule.plan
     rows = plan.rows_to(rank)
@@ -40,6 +44,13 @@ def target_table(schedule: Schedule, rank: int) -> dict[str, Any]:
         "expected": expected_params(plan, rank),
         "stage_bytes": schedule.stage_bytes.get(rank, 0),
         "rounds": rounds,
+        "loader": None
+        if schedule.beside is None
+        else {
+            "bytes": int(schedule.beside.nbytes[rank]),
+            "waves": schedule.beside.count,
+            "places": schedule.beside.places(plan, rank),
+        },
     }
 
 
@@ -63,21 +74,34 @@ class TargetBinding:
         return cls(dict(data["addresses"]), int(data["stage"]), dict(data["endpoint"]), int(data["epoch"]))
 
 
-def merge_digests(plan: Plan, side: str, parts: Mapping[int, Sequence[str]], rows_of: Callable[[int], Ints]) -> Ints:
-    """Digests of single ranks (16 hex digits each) put in the order of the plan, as uint64 in int64 bits.
+def split_digests(text: str) -> list[str]:
+    """The single digests of a rank's answer."""
+    return [text[i : i + DIGITS] for i in range(0, len(text), DIGITS)]
+
+
+def merge_digests(plan: Plan, side: str, parts: Mapping[int, str], rows_of: Callable[[int], Ints]) -> Ints:
+    """Digests of single ranks (16 hex digits each, one after another) put in the order of the plan, as uint64 in int64 bits.
 
     Raises VerifyError naming `side` and rank unless every transfer has exactly one digest.
     """
     merged = np.zeros(len(plan), np.uint64)
     seen = np.zeros(len(plan), np.bool_)
-    for rank, digests in parts.items():
+    for rank, text in parts.items():
         rows = rows_of(rank)
-        if len(rows) != len(digests):
-            raise VerifyError(f"{side} rank {rank} reported {len(digests)} digests for its {len(rows)} transfers")
-        if set(map(len, digests)) - {16} or not _HEX.fullmatch(text := "".join(digests)):
-            odd = next(d for d in digests if not (len(d) == 16 and _HEX.fullmatch(d)))
-            raise VerifyError(f"{side} rank {rank} reported {odd!r} where a digest of 16 hex digits is expected")
-        merged[rows] = np.frombuffer(bytes.fromhex(text), ">u8")  # at once: there may be a hundred thousand
+        if len(text) != DIGITS * len(rows):
+            raise VerifyError(
+                f"{side} rank {rank} reported {len(text)} hex digits for its {len(rows)} transfers, which have {DIGITS} each"
+            )
+        try:
+            raw = bytes.fromhex(text)  # at once: there may be a hundred thousand
+        except ValueError:
+            raw = b""
+        if len(raw) * 2 != len(text):  # fromhex() skips spaces
+            at = next(at for at in range(0, len(text), DIGITS) if not _DIGEST.fullmatch(text, at, at + DIGITS))
+            raise VerifyError(
+                f"{side} rank {rank} reported {text[at : at + DIGITS]!r} where a digest of {DIGITS} hex digits is expected"
+            )
+        merged[rows] = np.frombuffer(raw, ">u8")
         seen[rows] = True
     if not seen.all():
         ranks = plan.source_rank if side == Side.TRAINER else plan.target_rank

@@ -9,11 +9,16 @@ Adapters reach it by call(method, payload) -> reply, plain data both ways:
                                                      must be those planned, {name: [shape, dtype]}
     begin     {"session", "version", "epoch", "plan"} -> {}; refused when memory moved since bind
     place     {"session", "round"}                -> {}; unpack one staging round
+    patch     {"session", "base", "messages"}     -> {"words", "seconds"}; apply encoded changes that were written into the
+                                                     staging buffer, [source rank, byte, bytes] each, to the base that was
+                                                     last finished here. DeltaError for anything else; see delta_target.py
     pull      {"session", "peer", "seconds"}      -> {"bytes", "reads", "seconds"}; read all parameters from another worker's
                                                      live memory. peer: what that worker answered to bind
-    verify    {"session", "digests": bool}        -> {"digests": [hex, ...]} of the live destination bytes of every transfer,
+    verify    {"session", "digests": bool}        -> {"digests": hex digits} of the live destination bytes of every transfer,
                                                      [] where none are wanted. Refused where memory moved, and where a byte
                                                      that no transfer writes has changed since begin (only with digests)
+    feed      {"session", "wave"}                 -> {"tensors"}; where HF tensors are put beside the weights (placing.py): hand
+                                                     a wave, which verify has looked at, to the engine's own loader
     snapshot  {"session"}                         -> {"bytes"}; copy all live parameters
     scramble  {"session"}                         -> {"bytes"}; invert every byte the plan writes; needs a snapshot
     compare   {"session"}                         -> {"bytes"}; VerifyError unless every live byte equals the snapshot's
@@ -27,16 +32,18 @@ The agent moves no version and resumes nothing; that is the engine adapter's bus
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from weight_sync.errors import BindError, SessionError, VerifyError, listed
 from weight_sync.ids import Deadline
 from weight_sync.session.contracts import RankDescription
+from weight_sync.session.delta_target import patch
 from weight_sync.session.digests import XXH3
 from weight_sync.session.gate import Gate
 from weight_sync.session.memory import Memory, memory_of
+from weight_sync.session.placing import Loader, Placing
 from weight_sync.session.pull import pull
 from weight_sync.session.snapshot import Snapshot, Untouched, scramble
 from weight_sync.transport.base import Region, Transport
@@ -46,7 +53,8 @@ class TargetAgent:
     """See the module docstring.
 
     tensors: returns the live parameters and weight buffers, by the engine's names, each memory once. transport: opens a
-    transport. Both are called again whenever a binding is made, so memory that moved is seen.
+    transport. Both are called again whenever a binding is made, so memory that moved is seen. loader: makes the engine's own
+    loader, where the adapter has one that can load again.
     """
 
     def __init__(
@@ -57,18 +65,23 @@ class TargetAgent:
         coords: Mapping[str, int],
         tensors: Callable[[], Mapping[str, Any]],
         transport: Callable[[], Transport],
+        loader: Callable[[], Loader] | None = None,
     ) -> None:
         self.rank = rank
         self.host = host
         self.coords = dict(coords)
         self._tensors = tensors
         self._open = transport
+        self._loader = loader
+        self._placing: Placing | None = None
         self._lock = threading.Lock()
         self._transport: Transport | None = None
         self._memory: Memory | None = None
         self._stage: Any = None
         self._table: dict[str, Any] | None = None
         self._session: str | None = None
+        self._opened = -1
+        self._held: tuple[str, int] | None = None
         self._reason: str | None = None
         self._generation = 0
         self._gate = Gate(f"rollout rank {rank}")
@@ -88,8 +101,10 @@ class TargetAgent:
             "bind": self._bind,
             "begin": self._begin,
             "place": self._place,
+            "patch": self._patch,
             "pull": self._pull,
             "verify": self._verify,
+            "feed": self._feed,
             "snapshot": self._take_snapshot,
             "scramble": self._scramble,
             "compare": self._compare,
@@ -130,11 +145,12 @@ class TargetAgent:
         table = {key: value for key, value in table.items() if key != "controller"}
         # The whole table, not only its plan: two engines of one plan have other transfers, in another order. A plan that was
         # extended for other engines leaves all but its name as it was, and nothing is closed or registered anew.
-        if self._memory is not None and self._same(table) and self._memory.moved(self._tensors()) is None:
+        if self._memory is not None and self._same(table) and self._memory.moved(self._written()) is None:
             self._table = table
             return self._binding()
         self._close()
-        memory = memory_of(self._tensors(), f"rollout rank {self.rank}")
+        self._placing = self._beside(table) if table.get("loader") else None
+        memory = memory_of(self._written(), f"rollout rank {self.rank}")
         self._check(memory, table["expected"])
         memory.digests(_kind(table))  # raises now, before anything is paused, if this memory has no such digest
         stage = memory.staging(int(table["stage_bytes"])) if table["stage_bytes"] else None
@@ -149,6 +165,15 @@ class TargetAgent:
         self._memory, self._stage, self._table = memory, stage, dict(table)
         self._untouched = Untouched(memory, self._table)
         return self._binding()
+
+    def _beside(self, table: Mapping[str, Any]) -> Placing:
+        if self._loader is None:
+            raise BindError(f"rollout rank {self.rank}: this engine offers no loader of its own to a sync")
+        return Placing(self._loader(), table, f"rollout rank {self.rank}")
+
+    def _written(self) -> Mapping[str, Any]:
+        """What transfers end in: live parameters, or HF tensors beside them."""
+        return self._tensors() if self._placing is None else self._placing.tensors
 
     def _same(self, table: Mapping[str, Any]) -> bool:
         named = ("plan", "rank")
@@ -189,11 +214,13 @@ class TargetAgent:
         assert self._untouched is not None
         self._before = self._untouched.digests()
         self._snapshot, self._scrambled = None, False
-        self._session, self._reason = payload["session"], None
+        if self._placing is not None:
+            self._placing.begin()
+        self._session, self._reason, self._opened = payload["session"], None, int(payload["version"])
         return {}
 
     def _not_moved(self, memory: Memory) -> None:
-        if changed := memory.moved(self._tensors()):
+        if changed := memory.moved(self._written()):
             raise BindError(f"rollout rank {self.rank}: memory moved since it was bound: {changed}; bind again")
 
     def _in_session(self, payload: Mapping[str, Any]) -> tuple[Memory, dict[str, Any]]:
@@ -220,6 +247,11 @@ class TargetAgent:
         memory.settle()
         return {}
 
+    def _patch(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        memory, table = self._in_session(payload)
+        self._not_moved(memory)
+        return patch(memory, table, self._stage, self._held, self._epoch(memory), payload)
+
     def _pull(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, table = self._in_session(payload)
         assert self._transport is not None
@@ -235,8 +267,18 @@ class TargetAgent:
         self._filling = False
         return reply
 
+    def _feed(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        memory, _ = self._in_session(payload)
+        self._not_moved(memory)
+        if self._placing is None:
+            raise SessionError(f"rollout rank {self.rank}: feed, but bytes go into live parameters here")
+        memory.settle()
+        return self._placing.feed(int(payload["wave"]))
+
     def _take_snapshot(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, _ = self._in_session(payload)
+        if self._placing is not None:
+            return self._placing.check("snapshot")
         if self._snapshot is not None:  # a request that came twice: what was written would be compared with itself
             raise SessionError(f"rollout rank {self.rank}: session {self._session} has a snapshot already")
         self._snapshot = Snapshot(memory)
@@ -244,12 +286,16 @@ class TargetAgent:
 
     def _scramble(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, table = self._in_session(payload)
+        if self._placing is not None:
+            return self._placing.check("scramble")
         self._scrambled = self._snapshot is not None
         return {"bytes": scramble(memory, table, self._snapshot)}
 
     def _compare(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, table = self._in_session(payload)
         self._not_moved(memory)
+        if self._placing is not None:
+            return self._placing.check("compare")
         if self._snapshot is None:
             raise SessionError(f"rollout rank {self.rank}: compare without a snapshot")
         reply = {"bytes": self._snapshot.compare(table)}
@@ -259,32 +305,40 @@ class TargetAgent:
     def _verify(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, table = self._in_session(payload)
         self._not_moved(memory)  # or we would digest what the engine no longer serves from
+        rows: Sequence[int] = range(len(table["params"]))
+        if self._placing is not None:
+            wave = int(payload.get("wave", 0))
+            self._placing.verified(wave)
+            places = table["loader"]["places"]
+            rows = [i for i, name in enumerate(table["params"]) if places[name][0] == wave]
         if not payload.get("digests", True):
-            return {"digests": []}
+            return {"digests": ""}
         assert self._untouched is not None
         after = self._untouched.digests()
         if changed := [name for name, value in self._before.items() if after[name] != value]:
             raise VerifyError(f"rollout rank {self.rank}: bytes that no transfer writes have changed: {listed(changed)}")
         columns = (table["params"], table["start"], table["strides"], table["shape"])
-        rows = range(len(table["params"]))
         digests = memory.digests(_kind(table))
-        digests.whole("transfers", rows, lambda: [memory.view(*region) for region in zip(*columns, strict=True)])
-        return {"digests": digests.hex(rows)}
+        digests.whole("transfers", rows, lambda: [memory.view(*(column[i] for column in columns)) for i in rows])
+        return {"digests": digests.text(rows)}
 
     def _end(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, _ = self._in_session(payload)
         self._not_moved(memory)  # or what was verified is not what the engine is about to serve from
+        if self._placing is not None:
+            self._placing.end()
         if self._scrambled:
             raise SessionError(
                 f"rollout rank {self.rank}: session {self._session} cannot end: weights were scrambled and not compared since"
             )
         self._gate.end(str(self._session))
+        self._held = str(self._session), self._opened
         self._session = self._snapshot = None
         return {}
 
     def _abort(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         self._gate.end(str(payload.get("session") or ""))
-        self._session, self._reason = None, str(payload["reason"])
+        self._session, self._reason, self._held = None, str(payload["reason"]), None
         self._close()
         return {}
 
@@ -304,6 +358,9 @@ class TargetAgent:
                 self._unfenced = f"{type(error).__name__}: {error}"
                 raise
         self._memory = self._stage = self._untouched = self._snapshot = None
+        placing, self._placing = self._placing, None
+        if placing is not None:
+            placing.loader.abandon()
         self._filling = self._scrambled = False
 
 

@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -31,12 +32,12 @@ from weight_sync.layout.table import Ints
 from weight_sync.plan.plan import Plan
 from weight_sync.session.calls import on_each
 from weight_sync.session.contracts import CheckStep, RolloutEngine, TrainerGroup
-from weight_sync.session.tables import merge_digests
+from weight_sync.session.tables import merge_digests, split_digests
 
 _log = logging.getLogger(__name__)
 
-Digests = Mapping[int, Sequence[str]]
-"""Hex digests by rank, in the order of the rank's transfers."""
+Digests = Mapping[int, str]
+"""By rank: the digests of its transfers in order, 16 hex digits each."""
 
 
 class Level(StrEnum):
@@ -58,7 +59,7 @@ class Verified:
 
     level: Level
     digest: str
-    by_rank: dict[int, list[str]]
+    by_rank: dict[int, str]
 
     @property
     def verified(self) -> bool:
@@ -90,24 +91,26 @@ def verify(
     sent: Digests,
     deadline: Deadline,
     *,
+    wave: int = 0,
     again: Callable[[], Digests],
 ) -> Verified:
     """Check what was written, at `level`. Raises VerifyError for the first thing that is not as it must be.
 
     sent: the trainer ranks' digests of what they wrote (empty with off). again: write everything a second time and return the
-    same; used by check_weight_equal.
+    same; used by check_weight_equal. wave: which part of a plan in waves `plan` is (session/waves.py).
     """
+    which: dict[str, Any] = {"wave": wave} if wave else {}
     if level is Level.OFF:
-        on_each(engines, lambda _, e: e.verify(session, deadline, digests=False), deadline)
+        on_each(engines, lambda _, e: e.verify(session, deadline, digests=False, **which), deadline)
         return Verified(level, f"unverified-{plan.digest}", {})
-    verified = _digests(level, plan, engines, session, sent, deadline)
+    verified = _digests(level, plan, engines, session, sent, deadline, which)
     if level is Level.FULL:
-        payload = {"session": session, "seconds": deadline.check("verify")}
+        payload = {"session": session, "seconds": deadline.check("verify")} | which
         trainers.call("compare", dict.fromkeys(range(trainers.world), payload), deadline)
     if level is Level.CHECK_WEIGHT_EQUAL:
         _scramble(engines, session, deadline)
         sent = again()
-        second = _digests(level, plan, engines, session, sent, deadline)
+        second = _digests(level, plan, engines, session, sent, deadline, which)
         if second.digest != verified.digest:
             raise VerifyError("the trainer's weights changed between two writes of one sync")
     if level in (Level.CHECK_WEIGHT_EQUAL, Level.AGAINST_HELD):
@@ -115,12 +118,13 @@ def verify(
     return verified
 
 
-def check_joiner(engine: str, table: Mapping[str, Sequence[object]], committed: Sequence[str], found: Sequence[str]) -> None:
+def check_joiner(engine: str, table: Mapping[str, Sequence[object]], committed: Sequence[str], reported: str) -> None:
     """Compare a joining worker's digests with those that were committed for the worker it read from.
 
     table: the target_table() that both were bound with. Raises VerifyError naming what differs.
     """
     where = f"engine {engine}, worker {table['rank']}"
+    found = split_digests(reported)
     if not len(committed) == len(found) == len(table["tensors"]):
         raise VerifyError(
             f"{where}: {len(found)} digests for {len(table['tensors'])} transfers, {len(committed)} were committed"
@@ -141,10 +145,16 @@ def _step(engines: Sequence[RolloutEngine], session: str, step: CheckStep, deadl
 
 
 def _digests(
-    level: Level, plan: Plan, engines: Sequence[RolloutEngine], session: str, sent: Digests, deadline: Deadline
+    level: Level,
+    plan: Plan,
+    engines: Sequence[RolloutEngine],
+    session: str,
+    sent: Digests,
+    deadline: Deadline,
+    which: Mapping[str, Any],
 ) -> Verified:
     """Compare every transfer's digest, source against live destination."""
-    replies = on_each(engines, lambda _, e: e.verify(session, deadline), deadline)
+    replies = on_each(engines, lambda _, e: e.verify(session, deadline, **which), deadline)
     width = plan.target_world // len(engines)
     for i, by_rank in replies.items():
         if sorted(by_rank) != list(range(width)):
