@@ -157,12 +157,6 @@ class Engine(InProcessEngine):
         return {rank: self.remote("call", rank, method, dict(payload)) for rank, payload in payloads.items()}
 
 
-def torch_() -> Any:
-    import torch
-
-    return torch
-
-
 class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -210,13 +204,15 @@ class Job:
 
     def nudge(self, share: float) -> None:
         """Other values in this share of the elements, the same ones wherever a box is held."""
+        import torch
+
         for source in self.sources:
             for tensor in source.live.values():
-                words = tensor.view(-1).view(getattr(torch_(), {2: "int16", 4: "int32"}[tensor.element_size()]))
+                words = tensor.view(-1).view(getattr(torch, {2: "int16", 4: "int32"}[tensor.element_size()]))
                 # By the value, so that ranks with the same box change the same elements of it.
                 hit = (words.long() * 2654435761 >> 7) % 1_000_000 < int(share * 1e6)
                 words[hit] ^= 0x0055
-        torch_().cuda.synchronize()
+        torch.cuda.synchronize()
 
     def _same_where_replicated(self) -> None:
         """Ranks that hold the same box hold the same values: each tensor is made once and cut."""

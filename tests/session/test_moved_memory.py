@@ -11,7 +11,7 @@ from session_support import TrappedEngine, World, fresh_target, moved
 from weight_sync.errors import BindError, RolloutError, VerifyError
 from weight_sync.ids import Deadline
 from weight_sync.session import source
-from weight_sync.session.tables import split_digests
+from weight_sync.session.digests import split_digests
 
 # -- whose memory and processes change ---------------------------------------------------------------------------------
 

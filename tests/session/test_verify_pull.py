@@ -13,7 +13,7 @@ from session_support import DENSE, World, build, declared
 
 from weight_sync.errors import BindError, SessionError, TransportError, VerifyError
 from weight_sync.session import pull as pulling
-from weight_sync.session.tables import split_digests
+from weight_sync.session.digests import split_digests
 from weight_sync.session.target import TargetAgent
 from weight_sync.session.verify import check_joiner
 from weight_sync.transport.base import Batch, Ticket, Transport

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from transport_conformance import ARENA, KB, LIMIT, MB, SPANS, Source, TransportConformance
-from transport_peer import LocalPeer, ProcessPeer
+from transport_peer import LocalPeer, ProcessPeer, ends_by_itself
 
 from weight_sync.errors import ConfigError, TransportError
 from weight_sync.ids import Deadline
@@ -233,23 +233,7 @@ def test_descriptions_of_engines_with_several_protocols_match_none_of_ours() -> 
 
 @pytest.mark.parametrize("writes", [0, 3])
 def test_a_program_that_forgets_to_close_ends_by_itself_and_cleanly(writes: int) -> None:
-    program = f"""
-import numpy as np
-from weight_sync.ids import Deadline
-from weight_sync.transport.base import Batch, Region
-from weight_sync.transport.mooncake import MooncakeTransport
-a, b = (MooncakeTransport(protocol="tcp", host="127.0.0.1") for _ in range(2))
-data = np.zeros(1 << 26, np.uint8)
-at, half = data.ctypes.data, 1 << 25
-a.register([Region(at, half)]); b.register([Region(at + half, half)])
-a.probe(b.describe(), Deadline.after(20))
-one = lambda *v: np.array(v, np.int64)
-for _ in range({writes}):
-    a.write(Batch(b.describe(), one(at), one(at + half), one(half), ["w"]))
-print("end")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+    ends_by_itself("mooncake", {"protocol": "tcp", "host": "127.0.0.1"}, writes)
 
 
 def test_importing_the_transport_does_not_import_mooncake() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from transport_conformance import ARENA, KB, LIMIT, MB, SPANS, Source, TransportConformance
-from transport_peer import Arena, LocalPeer, ProcessPeer
+from transport_peer import Arena, LocalPeer, ProcessPeer, ends_by_itself
 
 from weight_sync.errors import BindError, ConfigError, TransportError
 from weight_sync.ids import Deadline
@@ -224,23 +224,7 @@ def test_mappings_side_by_side_count_as_one_and_gaps_do_not() -> None:
 
 @pytest.mark.parametrize("writes", [0, 3])
 def test_a_program_that_forgets_to_close_ends_by_itself_and_cleanly(writes: int) -> None:
-    program = f"""
-import numpy as np
-from weight_sync.ids import Deadline
-from weight_sync.transport.base import Batch, Region
-from weight_sync.transport.nixl import NixlTransport
-a, b = (NixlTransport(**{TCP!r}) for _ in range(2))
-data = np.zeros(1 << 26, np.uint8)
-at, half = data.ctypes.data, 1 << 25
-a.register([Region(at, half)]); b.register([Region(at + half, half)])
-a.probe(b.describe(), Deadline.after(20))
-one = lambda *v: np.array(v, np.int64)
-for _ in range({writes}):
-    a.write(Batch(b.describe(), one(at), one(at + half), one(half), ["w"]))
-print("end")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+    ends_by_itself("nixl", TCP, writes)
 
 
 def test_importing_the_transport_does_not_import_nixl() -> None:

@@ -179,3 +179,24 @@ def main(name: str, options: dict[str, Any], nbytes: int, spans: list[tuple[int,
 
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
+
+
+def ends_by_itself(transport: str, options: dict[str, Any], writes: int) -> None:
+    """A program that closes nothing, with so many writes that nobody waits for, ends by itself and cleanly."""
+    program = f"""
+import numpy as np
+from weight_sync.ids import Deadline
+from weight_sync.transport import registry
+from weight_sync.transport.base import Batch, Region
+a, b = (registry.create({transport!r}, **{options!r}) for _ in range(2))
+data = np.zeros(1 << 26, np.uint8)
+at, half = data.ctypes.data, 1 << 25
+a.register([Region(at, half)]); b.register([Region(at + half, half)])
+a.probe(b.describe(), Deadline.after(20))
+one = lambda *v: np.array(v, np.int64)
+for _ in range({writes}):
+    a.write(Batch(b.describe(), one(at), one(at + half), one(half), ["w"]))
+print("end")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr

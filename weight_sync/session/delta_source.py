@@ -33,7 +33,7 @@ from weight_sync.plan.pieces import split
 from weight_sync.session.arrays import on_host, to_host
 from weight_sync.session.bound import Bound
 from weight_sync.session.digests import HostDigests
-from weight_sync.transport.base import Batch, Endpoint, Region, Ticket, Transport
+from weight_sync.transport.base import Batch, DeviceOrdered, Endpoint, Region, Ticket, Transport
 
 _SPAN = 1 << 20
 """Most elements of one record: positions inside it are found and encoded while the cache holds it."""
@@ -212,7 +212,7 @@ class DeltaSource:
                 used = _laid_down(stage, at, message, label)
                 ranges.setdefault(message.target, []).append((stage.storage.address + at, binding.stage + offset, used))
                 at += used
-            if not transport.follows_device:
+            if not isinstance(transport, DeviceOrdered):
                 bound.memory.settle()
             for target, rows in ranges.items():
                 here, there, nbytes = np.asarray(rows, np.int64).T

@@ -20,6 +20,8 @@ from weight_sync.session.arrays import to_host
 
 XXH3 = "xxh3"
 LANES = "lanes"
+DIGITS = 16
+"""Hex digits of a digest."""
 _CHUNK = 8 << 20
 """Bytes gathered at a time when a strided region of host memory is digested."""
 
@@ -159,14 +161,13 @@ class DeviceDigests:
         found = (found[order.place] if len(found) else np.zeros(len(keys), np.uint64)).astype(">u8").tobytes().hex()
         if not order.odd:
             return found
-        parts = [found[16 * i : 16 * i + 16] for i in range(len(keys))]
+        parts = split_digests(found)
         for i in order.odd:
             parts[i] = self._host.text([keys[i]])
         return "".join(parts)
 
     def hex(self, keys: Sequence[Any]) -> list[str]:
-        text = self.text(keys)
-        return [text[i : i + 16] for i in range(0, len(text), 16)]
+        return split_digests(self.text(keys))
 
     def _order(self, keys: Sequence[Any]) -> _Order:
         """Where the sums of each key's region are. Worked out once for groups that come again with the same keys."""
@@ -216,6 +217,11 @@ class _Order:
             raise VerifyError(f"no byte was digested of {len(nothing)} regions: {listed(str(names[i]) for i in nothing)}")
         place = np.asarray([regions.get(key, 0) for key in keys], np.int64)
         return cls(list(keys), begun, order, first, some, sizes, place, [i for i, key in enumerate(keys) if key not in regions])
+
+
+def split_digests(text: str) -> list[str]:
+    """The single digests of a text of many."""
+    return [text[i : i + DIGITS] for i in range(0, len(text), DIGITS)]
 
 
 def box_of(view: Any) -> Box:

@@ -19,8 +19,9 @@ from weight_sync.session import landing
 from weight_sync.session.attempt import Attempt, check_receipt
 from weight_sync.session.connect import Connection, SyncSpec, bind_engines, bind_trainers, check_engines, check_recordings
 from weight_sync.session.contracts import EngineDescription, PauseMode, Receipt, RolloutEngine, TrainerGroup
+from weight_sync.session.digests import split_digests
 from weight_sync.session.registry import Replica
-from weight_sync.session.tables import split_digests, target_table
+from weight_sync.session.tables import target_table
 from weight_sync.session.verify import check_joiner
 
 Region = tuple[str, int]

@@ -129,7 +129,7 @@ def write_pieces(transport: Transport, bound: Bound, round_: int, deadline: Dead
         elif len(flying) == 2:
             moved += transport.wait(flying.popleft(), deadline).nbytes
         bound.digest_pieces((round_, number), flight, _filled(bound, flight))
-        if not transport.follows_device:
+        if ordered is None:
             bound.memory.settle()  # what was packed is there before the transport looks
         flying.append(transport.write(flight.batch))
         writes += len(flight.pieces)

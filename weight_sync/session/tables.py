@@ -14,9 +14,8 @@ from weight_sync.ids import Side
 from weight_sync.layout.table import Ints
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.schedule import Schedule
+from weight_sync.session.digests import DIGITS
 
-DIGITS = 16
-"""Hex digits of a digest."""
 _DIGEST = re.compile(f"[0-9a-fA-F]{{{DIGITS}}}")
 
 
@@ -72,11 +71,6 @@ class TargetBinding:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TargetBinding:
         return cls(dict(data["addresses"]), int(data["stage"]), dict(data["endpoint"]), int(data["epoch"]))
-
-
-def split_digests(text: str) -> list[str]:
-    """The single digests of a rank's answer."""
-    return [text[i : i + DIGITS] for i in range(0, len(text), DIGITS)]
 
 
 def merge_digests(plan: Plan, side: str, parts: Mapping[int, str], rows_of: Callable[[int], Ints]) -> Ints:

@@ -32,7 +32,8 @@ from weight_sync.layout.table import Ints
 from weight_sync.plan.plan import Plan
 from weight_sync.session.calls import on_each
 from weight_sync.session.contracts import CheckStep, RolloutEngine, TrainerGroup
-from weight_sync.session.tables import merge_digests, split_digests
+from weight_sync.session.digests import split_digests
+from weight_sync.session.tables import merge_digests
 
 _log = logging.getLogger(__name__)
 

@@ -142,14 +142,11 @@ class Transport(Protocol):
     """See the module docstring for the order of calls. Failures raise TransportError, a passed deadline too.
 
     strided: takes batches with boxes, so that nothing needs packing. batch_bytes: how much it likes to be handed at a time.
-    follows_device: a write begins after what the caller has asked of the device so far, without the caller waiting for that;
-    then it is a DeviceOrdered, too.
     """
 
     name: str
     strided: bool
     batch_bytes: int
-    follows_device: bool
 
     def register(self, regions: Sequence[Region]) -> None: ...
 
@@ -168,7 +165,8 @@ class Transport(Protocol):
 
 @runtime_checkable
 class DeviceOrdered(Protocol):
-    """What a transport that follows the device adds, so that a program can ask for many writes ahead of the device."""
+    """A transport whose writes begin after what the caller has asked of the device so far, without the caller waiting for that.
+    So a program can ask for many ahead of the device."""
 
     def follow(self, ticket: Ticket) -> None:
         """What the caller asks of the device from now on begins after this write has read its local bytes. Says nothing of how

@@ -28,6 +28,7 @@ from weight_sync.transport.regions import (
     check_deadline,
     check_local,
     check_remote,
+    check_usable,
     failed_peer,
     failed_range,
     split,
@@ -70,7 +71,6 @@ class CmaTransport:
     name = "cma"
     strided = False
     batch_bytes = 32 << 20
-    follows_device = False
 
     def __init__(self, *, any_tracer: bool = False) -> None:
         try:
@@ -262,11 +262,7 @@ class CmaTransport:
             at = done
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise failed_peer(f"cma/cma {self._pid}", f"opened in process {self._pid}, used in its fork {os.getpid()}", "fork")
-        if self._unusable is not None:
-            code = "closed" if self._unusable == "closed" else "poisoned"
-            raise failed_peer(f"cma/cma {self._pid}", f"the transport is {code}: {self._unusable}", code)
+        check_usable(f"cma/cma {self._pid}", self._unusable, self._pid)
 
 
 def errno_name(code: int) -> str:

@@ -27,7 +27,15 @@ from weight_sync.errors import BindError, ConfigError, TransportError
 from weight_sync.ids import Deadline
 from weight_sync.transport.base import Batch, Completion, Endpoint, Region, Ticket
 from weight_sync.transport.probe_area import AREA_BYTES, SCRATCH_OFFSET, new_epoch, pack_header, prove
-from weight_sync.transport.regions import RegionTable, check_deadline, check_local, check_remote, failed_peer, failed_range
+from weight_sync.transport.regions import (
+    RegionTable,
+    check_deadline,
+    check_local,
+    check_remote,
+    check_usable,
+    failed_peer,
+    failed_range,
+)
 
 _POLL_SECONDS = 50e-6
 _SETTLE_SECONDS = 0.1
@@ -62,7 +70,6 @@ class CudaIpcTransport:
     name = "cuda_ipc"
     strided = True
     batch_bytes = 1 << 30
-    follows_device = True
 
     def __init__(self, *, device: int | None = None) -> None:
         try:
@@ -311,8 +318,4 @@ class CudaIpcTransport:
         self._ipc.copy(to, from_, nbytes, self._device)
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise failed_peer(f"cuda_ipc {self._file.name}", f"opened in process {self._pid}, used in its fork", "fork")
-        if self._unusable is not None:
-            code = "closed" if self._unusable == "closed" else "poisoned"
-            raise failed_peer(f"cuda_ipc {self._file.name}", f"the transport is {code}: {self._unusable}", code)
+        check_usable(f"cuda_ipc {self._file.name}", self._unusable, self._pid)

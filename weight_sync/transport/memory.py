@@ -21,7 +21,16 @@ from weight_sync.ids import Deadline
 from weight_sync.transport.base import Batch, Completion, Endpoint, Region, Ticket
 from weight_sync.transport.faults import Fault, FaultKind, FaultPlan
 from weight_sync.transport.probe_area import new_epoch
-from weight_sync.transport.regions import Array, RegionTable, check_deadline, check_local, failed_peer, failed_range, split
+from weight_sync.transport.regions import (
+    Array,
+    RegionTable,
+    check_deadline,
+    check_local,
+    check_usable,
+    failed_peer,
+    failed_range,
+    split,
+)
 
 _EARLY_PIECE = 1 << 16
 
@@ -118,7 +127,6 @@ class MemoryTransport:
     name = "memory"
     strided = False
     batch_bytes = 32 << 20
-    follows_device = False
 
     def __init__(
         self,
@@ -242,9 +250,7 @@ class MemoryTransport:
         self._hub._leave(self._address)
 
     def _check_usable(self) -> None:
-        if self._unusable is not None:
-            code = "closed" if self._unusable == "closed" else "poisoned"
-            raise failed_peer(f"memory/memory {self._address}", f"the transport is {code}: {self._unusable}", code)
+        check_usable(f"memory/memory {self._address}", self._unusable)
 
     def _fault(self, flight: _Flight, index: int) -> Fault | None:
         return None if self._faults is None else self._faults.fault(flight.first + index)

@@ -30,6 +30,7 @@ from weight_sync.transport.regions import (
     RegionTable,
     check_local,
     check_remote,
+    check_usable,
     failed_peer,
     failed_range,
     split,
@@ -56,7 +57,6 @@ class MooncakeTransport:
     name = "mooncake"
     strided = False
     batch_bytes = 32 << 20
-    follows_device = False
 
     def __init__(
         self,
@@ -273,11 +273,7 @@ class MooncakeTransport:
         return index, reason, code
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise failed_peer(self._here, f"opened in process {self._pid}, used in its fork {os.getpid()}", "fork")
-        if self._unusable is not None:
-            code = "closed" if self._unusable == "closed" else "poisoned"
-            raise failed_peer(self._here, f"the transport is {code}: {self._unusable}", code)
+        check_usable(self._here, self._unusable, self._pid)
 
 
 class _HostArea:

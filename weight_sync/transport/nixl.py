@@ -42,6 +42,7 @@ from weight_sync.transport.regions import (
     check_deadline,
     check_local,
     check_remote,
+    check_usable,
     failed_peer,
     failed_range,
     split,
@@ -77,7 +78,6 @@ class NixlTransport:
     name = "nixl"
     strided = False
     batch_bytes = 32 << 20
-    follows_device = False
 
     def __init__(
         self,
@@ -373,11 +373,7 @@ class NixlTransport:
         flight.seconds = time.monotonic() - flight.started
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise failed_peer(self._here, f"opened in process {self._pid}, used in its fork {os.getpid()}", "fork")
-        if self._unusable is not None:
-            code = "closed" if self._unusable == "closed" else "poisoned"
-            raise failed_peer(self._here, f"the transport is {code}: {self._unusable}", code)
+        check_usable(self._here, self._unusable, self._pid)
 
 
 @dataclass(frozen=True, slots=True)

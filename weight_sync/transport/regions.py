@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -101,6 +102,16 @@ def failed_peer(endpoint: Endpoint | str, reason: str, code: int | str) -> Trans
     """The error for a peer, or a transport, as a whole: no tensor and no range."""
     where = endpoint if isinstance(endpoint, str) else f"{endpoint.transport}/{endpoint.protocol} {endpoint.address}"
     return TransportError(reason, endpoint=where, tensor="(none)", byte_range=(0, 0), code=code)
+
+
+def check_usable(here: str, unusable: str | None, pid: int | None = None) -> None:
+    """What every call but close() asks first. unusable: why not, "closed" after close(). pid: of the process that opened it,
+    where a fork cannot use it."""
+    if pid is not None and os.getpid() != pid:
+        raise failed_peer(here, f"opened in process {pid}, used in its fork {os.getpid()}", "fork")
+    if unusable is not None:
+        code = "closed" if unusable == "closed" else "poisoned"
+        raise failed_peer(here, f"the transport is {code}: {unusable}", code)
 
 
 def check_deadline(endpoint: Endpoint | str, deadline: Deadline, what: str) -> float:
