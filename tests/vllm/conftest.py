@@ -44,6 +44,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if importlib.util.find_spec("vllm") is None else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests whose module puts stand-ins for kernels into this process (`plain_cpu`) come last: the others need vLLM's own."""
+    items.sort(key=lambda item: "plain_cpu" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def vllm_imported() -> None:
     """Import vLLM (about 10 s) in this process, with one thread so that forking is safe."""

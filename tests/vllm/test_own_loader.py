@@ -54,8 +54,11 @@ class Engine(WorkersEngine):
 
 def stock_engine(model: Path, **options: Any) -> Any:
     """An engine with vLLM's own CPU kernels."""
+    from vllm.model_executor.layers import utils
+
     from weight_sync_integrations.vllm import cpu
 
+    assert not hasattr(utils.dispatch_cpu_unquantized_gemm, cpu._MARK), "an earlier test put stand-ins into this process"
     os.environ["WEIGHT_SYNC_TRANSPORT"] = json.dumps(TRANSPORT)
     cpu.apply = lambda: None
     return build_engine(model, **{"dtype": "bfloat16", **options})
