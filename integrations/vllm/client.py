@@ -37,6 +37,7 @@ class Client:
         self._engine = engine
         self._url = url.rstrip("/")
         self._token = token
+        self._workers = 0
         self._client = quiet_client(self._url)
 
     def close(self) -> None:
@@ -60,7 +61,8 @@ class Client:
         """Call a method of the worker extension on every worker; replies by rank.
 
         by_rank: more payload for single ranks. Raises the type that the workers reported (SessionError, BindError, ...),
-        with every failing rank's words; RolloutError where they differ or are not ours.
+        with every failing rank's words; RolloutError where they differ or are not ours, and where not every worker has
+        answered that ever did, once: who did not answer has not done it.
         """
         request = {"method": method, "payload": payload, "by_rank": by_rank or {}}
         answer = self.post("/collective_rpc", deadline, {"method": METHOD, "args": [self._token, json.dumps(request)]})
@@ -71,6 +73,13 @@ class Client:
             kind = _ERRORS.get(types.pop(), RolloutError) if len(types) == 1 else RolloutError
             words = listed((_words(reply) for reply in failed), limit=4)
             raise kind(f"engine {self._engine}: {method} failed on {len(failed)} of {len(replies)} workers: {words}")
+        ranks = sorted(int(reply["rank"]) for reply in replies)
+        if ranks != list(range(len(ranks))) or len(ranks) < max(1, self._workers):
+            raise RolloutError(
+                f"engine {self._engine}: {method} was answered by ranks {ranks}; each of its workers has to, once"
+                + (f" ({self._workers} did before)" if self._workers else "")
+            )
+        self._workers = len(ranks)
         return {int(reply["rank"]): reply["reply"] for reply in replies}
 
     def _send(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -18,9 +19,10 @@ from weight_sync.ids import ITEMSIZE, Deadline
 from weight_sync.layout.table import Layout
 from weight_sync.plan.schedule import Budget, CostModel
 from weight_sync.session.connect import SyncSpec
-from weight_sync.session.contracts import RankDescription
+from weight_sync.session.contracts import EngineDescription, RankDescription
 from weight_sync.session.inprocess import InProcessEngine, InProcessTrainers
 from weight_sync.session.inputs import Declared, computed_names, dims_of, layout_of
+from weight_sync.session.landing import Landing
 from weight_sync.session.memory import memory_of
 from weight_sync.session.session import WeightSync
 from weight_sync.session.source import SourceAgent
@@ -71,6 +73,39 @@ class Source:
         self.quiet = False
 
 
+class Slow:
+    """A worker's own loader that asks the GPU for its copies, behind something else, and returns before they are done."""
+
+    CYCLES = 20_000_000
+
+    def __init__(self, layout: Layout, rank: int, live: Mapping[str, Any]) -> None:
+        self.shards, self.live = layout.rank_shards(rank), live
+
+    def allocate(self, nbytes: int, places: Mapping[str, tuple[list[int], str, int]]) -> dict[str, Any]:
+        import torch
+
+        raw = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+        return {
+            name: raw[at : at + prod(shape) * ITEMSIZE[dtype]].view(getattr(torch, dtype)).view(list(shape))
+            for name, (shape, dtype, at) in places.items()
+        }
+
+    def feed(self, tensors: Mapping[str, Any], first: bool, last: bool) -> None:
+        import torch
+
+        torch.cuda._sleep(self.CYCLES)
+        for shard in self.shards:
+            if shard.tensor in tensors:
+                cut = tuple(slice(o, e) for o, e in zip(shard.box.offset, shard.box.end, strict=True))
+                view = self.live[shard.param].view(-1).as_strided(shard.box.shape, shard.strides, shard.start)
+                view.copy_(tensors[shard.tensor][cut])
+
+    def abandon(self) -> None: ...
+
+    def settle(self) -> dict[str, int]:
+        return {}
+
+
 class Workers:
     """All workers of one engine. Runs in the engine's process; called through Remote."""
 
@@ -83,7 +118,7 @@ class Workers:
         self.agents = [
             TargetAgent(
                 rank=rank, host="localhost", coords=dims.coords(rank), tensors=lambda r=rank: self.live[r],
-                transport=lambda: registry.create(**transport),
+                transport=lambda: registry.create(**transport), loader=lambda r=rank: Slow(self.layout, r, self.live[r]),
             )
             for rank in range(dims.world)
         ]  # fmt: skip
@@ -151,6 +186,9 @@ class Engine(InProcessEngine):
         self.remote = remote
         self.before: dict[str, Any] = {}
 
+    def describe(self, deadline: Deadline) -> EngineDescription:
+        return replace(super().describe(deadline), no_loader="")
+
     def _each(self, method: str, payloads: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
         if method in self.before:
             self.before.pop(method)()
@@ -174,6 +212,7 @@ class Job:
         budget: Budget | None = None,
         level: Level = Level.DIGEST,
         delta: DeltaSpec | None = None,
+        landing: Landing | None = None,
     ) -> None:
         import torch
 
@@ -185,8 +224,11 @@ class Job:
         self._same_where_replicated()
         agents = [SourceAgent(source, lambda: registry.create(**transport)) for source in self.sources]
         self.engine = self.start("e0", 2)
-        spec = SyncSpec(*sides, costs=costs or CostModel(), budget=budget or Budget(), delta=delta)
-        self.sync = WeightSync(InProcessTrainers(agents), [self.engine], spec, level=level)
+        spec = SyncSpec(
+            *sides, costs=costs or CostModel(), budget=budget or Budget(), delta=delta, landing=landing or Landing()
+        )
+        self.trainers = InProcessTrainers(agents)
+        self.sync = WeightSync(self.trainers, [self.engine], spec, level=level)
 
     def start(self, name: str, seed: int) -> Engine:
         return Engine(name, Remote(self.sides[1], self.transport, seed), self.sides[1], self.layouts[1])

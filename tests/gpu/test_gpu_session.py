@@ -21,6 +21,7 @@ from weight_sync.delta.spec import DeltaSpec  # noqa: E402
 from weight_sync.errors import TransportError, VerifyError, WeightSyncError  # noqa: E402
 from weight_sync.plan.schedule import Budget, CostModel  # noqa: E402
 from weight_sync.session.inputs import Declared  # noqa: E402
+from weight_sync.session.landing import Landing, To  # noqa: E402
 from weight_sync.session.state import State  # noqa: E402
 from weight_sync.session.verify import Level  # noqa: E402
 
@@ -106,6 +107,15 @@ def test_a_delta_leaves_every_byte_as_a_complete_session_would(job: Any, snapsho
         assert (outcome.bytes == 0) == (share == 0.0)
 
 
+@pytest.mark.parametrize("costs", [EVERYTHING_DIRECT, EVERYTHING_STAGED], ids=["direct", "staged"])
+def test_a_loader_that_is_still_reading_when_it_returns_gets_every_wave_whole(job: Any, costs: CostModel) -> None:
+    made = job(sides(), IPC, costs=costs, budget=Budget(1 << 16, 1 << 16), landing=Landing(To.LOADER, 1 << 16))
+    for version in (1, 2):
+        made.commit(version)
+        made.step()
+    assert len(made.sync.connect().schedule.waves) > 3
+
+
 def test_a_byte_damaged_after_the_write_is_found_and_the_next_sync_repairs_it(job: Any) -> None:
     made = job()
     made.commit(1)
@@ -165,7 +175,7 @@ def test_a_transport_whose_peer_closed_writes_nothing(job: Any) -> None:
     made.commit(1)
     held = made.engine.remote("content")
     made.step()
-    agent = made.sync._trainers._agents[0]
+    agent = made.trainers._agents[0]
     bound, transport = agent._bound, agent._transport
     made.engine.remote("call", 0, "abort", {"session": f"{made.sync._controller}-0", "reason": "the fence"})
     batch = next(batch for _, batch in bound.batches if bound.targets[0].endpoint["address"] == batch.endpoint.address)
@@ -183,7 +193,7 @@ def test_what_is_asked_of_the_gpu_behind_a_write_does_not_reach_the_bytes_that_i
     made = job()
     made.commit(1)
     held = made.engine.remote("content")
-    agent = made.sync._trainers._agents[0]
+    agent = made.trainers._agents[0]
     bound, transport = agent._bound, agent._transport
     batch = next(batch for _, batch in bound.batches if bound.targets[0].endpoint["address"] == batch.endpoint.address)
     tickets = [transport.write(batch) for _ in range(20)]

@@ -29,6 +29,7 @@ from weight_sync.errors import ConfigError
 from weight_sync.observe.recorder import Recorder
 from weight_sync.plan.schedule import Budget
 from weight_sync.session.delta import Reason
+from weight_sync.session.session import WeightSync
 from weight_sync.session.silent import SilentObserver
 from weight_sync.session.verify import Level
 
@@ -197,6 +198,23 @@ def test_binding_anew_is_followed_by_a_complete_session() -> None:
     complete(world, 3, Reason.BOUND)
     nudge(world, 0.01)
     delta(world, 4)
+
+
+def test_another_controller_may_give_deltas_more_staging_than_the_one_before() -> None:
+    """Where engines need more for unpacking anyway, nothing else of the binding changes, and transports stay."""
+    world = settled(
+        sides=declared(DENSE, rollout={"tp": 1}), spec=DeltaSpec(staging=1024, max_share=1.0), costs=NEVER_SHORT_RUNS,
+        budget=Budget(1 << 17, 1 << 17),
+    )  # fmt: skip
+    assert min(world.sync.connect().schedule.stage_bytes.values()) > 4096
+    transports = [agent._transport for agent in world.source_agents]
+    old = world.sync
+    spec = DeltaSpec("device", staging=4096, max_share=1.0)
+    world.sync = WeightSync(world.trainers, world.engines, replace(old._spec, delta=spec), timeouts=old._timeouts)
+    complete(world, 3, Reason.FIRST)
+    nudge(world, 0.3)
+    delta(world, 4)
+    assert transports == [agent._transport for agent in world.source_agents]
 
 
 def test_a_rank_without_the_snapshot_of_this_very_version_makes_the_session_complete() -> None:

@@ -66,6 +66,28 @@ def test_the_plugin_sleeps_and_workers_refuse_every_call_where_no_token_is_set(c
     assert "started without WEIGHT_SYNC_TOKEN" in message
 
 
+def test_a_worker_that_is_missing_or_answers_twice_is_not_taken_for_all_having_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weight_sync_integrations.vllm.client import Client
+
+    client = Client("e0", "http://127.0.0.1:1", "token")
+    answers: list[int] = []
+
+    def post(*_: Any, **__: Any) -> Any:
+        return {"results": [json.dumps({"rank": rank, "ok": True, "reply": {}}) for rank in answers]}
+
+    monkeypatch.setattr(client, "post", post)
+    for wrong in ([], [1], [0, 0]):
+        answers[:] = wrong
+        with pytest.raises(RolloutError, match=r"engine e0: feed was answered by ranks .*; each of its workers has to, once$"):
+            client.workers("feed", {}, Deadline.after(1))
+    answers[:] = [1, 0]
+    assert sorted(client.workers("feed", {}, Deadline.after(1))) == [0, 1]
+    answers[:] = [0]
+    with pytest.raises(RolloutError, match=r"answered by ranks \[0\]; each of its workers has to, once \(2 did before\)"):
+        client.workers("feed", {}, Deadline.after(1))
+    client.close()
+
+
 def _registered_twice(_: None) -> bool:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader import base_loader

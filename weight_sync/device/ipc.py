@@ -6,9 +6,13 @@ expandable segments, memory savers) has none and is refused by name. Uses NVIDIA
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from weight_sync.errors import BindError
+
+_HANDLE_BYTES = 64
+"""CU_IPC_HANDLE_SIZE. Read and written where they lie: cuda-bindings 13.0 has them as `reserved` too, 13.5 has not."""
 
 
 def _cuda() -> Any:
@@ -35,14 +39,17 @@ def export(address: int) -> tuple[int, int, str]:
         "management (expandable segments, a memory saver) cannot",
         cuda.cuIpcGetMemHandle(base),
     )
-    return int(base), int(nbytes), bytes(handle.reserved).hex()
+    return int(base), int(nbytes), ctypes.string_at(int(handle.getPtr()), _HANDLE_BYTES).hex()
 
 
 def open_handle(handle: str) -> int:
     """Address at which the allocation is mapped in this process. Each open needs one close_handle."""
     cuda = _cuda()
     mine = cuda.CUipcMemHandle()
-    mine.reserved = bytes.fromhex(handle)
+    raw = bytes.fromhex(handle)
+    if len(raw) != _HANDLE_BYTES:
+        raise BindError(f"a peer's CUDA IPC handle has {len(raw)} bytes instead of {_HANDLE_BYTES}")
+    ctypes.memmove(int(mine.getPtr()), raw, _HANDLE_BYTES)
     flags = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
     return int(_checked("opening a peer's CUDA IPC handle", cuda.cuIpcOpenMemHandle(mine, flags)))
 

@@ -23,7 +23,10 @@ from weight_sync.transport.base import Batch, Boxes, Endpoint, Transport
 
 
 class Bound:
-    """A schedule's part on one rank, with addresses: ready to be written any number of times."""
+    """A schedule's part on one rank, with addresses: ready to be written any number of times.
+
+    wave: which part of a schedule in waves this is.
+    """
 
     def __init__(
         self,
@@ -35,8 +38,10 @@ class Bound:
         transport: Transport,
         digest: str,
         report: bool = True,
+        wave: int = 0,
     ) -> None:
         self.schedule, self.memory, self.stage, self.targets = schedule, memory, stage, targets
+        self._wave = wave  # waves share a memory, which keeps where digests look: each has its own
         self._strided, self._batch_bytes, self._kind = transport.strided, transport.batch_bytes, digest
         plan = schedule.plan
         self.rows = plan.rows_from(rank)
@@ -166,7 +171,7 @@ class Bound:
 
     def _digest_whole(self, group: object, rows: list[int]) -> None:
         if self._digests is not None:
-            self._digests.whole(group, rows, lambda: [self.view(row) for row in rows])
+            self._digests.whole((self._wave, group), rows, lambda: [self.view(row) for row in rows])
 
     def digest_pieces(self, group: object, flight: Flight, views: Sequence[Any]) -> None:
         """Add pieces of transfers to their digests, if digests are wanted; pieces of a transfer come in row-major order."""
@@ -174,7 +179,7 @@ class Bound:
             return
         mine = [i for i, piece in enumerate(flight.pieces) if piece.row not in self._whole]
         rows, first = [flight.pieces[i].row for i in mine], [flight.first[i] for i in mine]
-        self._digests.pieces(group, rows, first, [views[i] for i in mine], self._odd)
+        self._digests.pieces((self._wave, group), rows, first, [views[i] for i in mine], self._odd)
 
     def finished_digests(self) -> str:
         """Of the transfers of this rank in order, 16 hex digits each; empty where none are wanted."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from weight_sync.errors import BindError, DeadlineExceeded, listed
+from weight_sync.errors import BindError, DeadlineExceeded, SessionError, listed
 from weight_sync.ids import Deadline
-from weight_sync.session.contracts import RolloutEngine
+from weight_sync.session.contracts import RolloutEngine, TrainerGroup
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -65,6 +65,25 @@ def settled(calls: Mapping[K, Callable[[], V]], deadline: Deadline) -> tuple[dic
     if interrupt is not None:
         raise interrupt
     return {key: results[key] for key in calls if key in results}, {key: failed[key] for key in calls if key in failed}
+
+
+class Answered:
+    """A TrainerGroup whose word is not taken for it that all have answered: SessionError unless exactly the ranks that were
+    asked are among the replies. One that did not write, read back or close its transport must not be taken for one that did.
+    """
+
+    def __init__(self, trainers: TrainerGroup) -> None:
+        self._trainers = trainers
+        self.world = trainers.world
+
+    def call(self, method: str, payloads: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
+        replies = self._trainers.call(method, payloads, deadline)
+        if replies.keys() != payloads.keys():
+            raise SessionError(
+                f"trainer ranks {sorted(payloads)} were asked to {method}, and the trainer group has replies of ranks "
+                f"{sorted(replies)}"
+            )
+        return replies
 
 
 def on_each(engines: Sequence[RolloutEngine], call: Callable[[int, RolloutEngine], V], deadline: Deadline) -> dict[int, V]:

@@ -65,11 +65,12 @@ class DeltaSource:
         self._parts: Any = None
         self._kind = ""
         self._snapshot: Any = None
+        self._made_for: tuple[Any, ...] = ()
         self._held: tuple[Base, str] | None = None
         self._why = "no delta was asked for"
         self._session = ""
         self._messages: list[_Message] = []
-        self._stage: Any = None
+        self._stages: list[Any] = []  # the last one is used; all are registered on the transport, so all stay until it closes
         self._staged_on: Transport | None = None
 
     @property
@@ -88,9 +89,11 @@ class DeltaSource:
             self._regions = self._snapshot = None
             return
         regions = regions_of(bound.schedule.plan, bound.rows)
-        if self._regions is None or self._regions.total != regions.total or self._snapshot is None:
+        made_for = regions.total, spec.snapshot, bound.memory.device
+        if self._made_for != made_for or self._snapshot is None:
             self._snapshot = None
             self._snapshot = _Snapshot(bound, regions.total, spec.snapshot == "device")
+        self._made_for = made_for
         self._regions, self._parts = regions, _Parts(bound, regions)
 
     def drop(self, why: str) -> None:
@@ -98,7 +101,8 @@ class DeltaSource:
 
     def closed(self) -> None:
         """The transport is closed: nothing reads the staging buffer any more."""
-        self._bound = self._parts = self._stage = self._staged_on = None
+        self._bound = self._parts = self._staged_on = None
+        self._stages = []
 
     # -- what changed ----------------------------------------------------------------------------------------------
 
@@ -237,11 +241,14 @@ class DeltaSource:
             yield group
 
     def _staging(self, spec: DeltaSpec, bound: Bound, transport: Transport) -> Any:
-        if self._stage is None or self._staged_on is not transport:
-            stage = bound.memory.staging(2 * spec.message)
+        need = 2 * spec.message
+        if self._staged_on is not transport:
+            self._stages, self._staged_on = [], transport
+        if not self._stages or self._stages[-1].storage.nbytes < need:  # another controller may allow more than the one before
+            stage = bound.memory.staging(need)
             transport.register([Region(stage.storage.address, stage.storage.nbytes)])
-            self._stage, self._staged_on = stage, transport
-        return self._stage
+            self._stages.append(stage)
+        return self._stages[-1]
 
     # -- after the commit ------------------------------------------------------------------------------------------
 

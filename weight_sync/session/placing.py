@@ -47,7 +47,10 @@ class Loader(Protocol):
 
 
 class Placing:
-    """One binding's staging memory. table: `loader` and `expected` of a target_table. where: "rollout rank 3"."""
+    """One binding's staging memory. table: `loader` and `expected` of a target_table. where: "rollout rank 3".
+
+    loading: a load was begun and has not ended: the live weights are in the loader's hands, and may lie nowhere.
+    """
 
     def __init__(self, loader: Loader, table: Mapping[str, Any], where: str) -> None:
         self.loader, self._where = loader, where
@@ -57,6 +60,7 @@ class Placing:
             raise BindError(f"{where}: the plan names other HF tensors than it has places for")
         places = {name: (*table["expected"][name], first) for name, (_, first) in self._places.items()}
         self.tensors = loader.allocate(int(table["loader"]["bytes"]), places)
+        self.loading = False
         self.begin()
 
     def begin(self) -> None:
@@ -85,10 +89,11 @@ class Placing:
             raise SessionError(
                 f"{self._where}: wave {wave} of {self._waves} cannot be loaded: next is {following}, verified last was {seen}"
             )
-        self._verified, self._fed = None, wave
+        self._verified, self._fed, self.loading = None, wave, True
         tensors = {name: self.tensors[name] for name, (number, _) in self._places.items() if number == wave}
         self.loader.feed(tensors, wave == 0, wave == self._waves - 1)
         self._fed = wave + 1
+        self.loading = not self.loaded
         return {"tensors": len(tensors)}
 
     def check(self, step: str) -> dict[str, Any]:

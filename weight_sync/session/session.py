@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from weight_sync.errors import SessionError
 from weight_sync.ids import Deadline
 from weight_sync.session.attempt import Attempt, Outcome
-from weight_sync.session.calls import add_error
+from weight_sync.session.calls import Answered, add_error
 from weight_sync.session.connect import Connection, SyncSpec, connect
 from weight_sync.session.contracts import (
     EngineDescription,
@@ -68,7 +68,7 @@ class WeightSync:
     ) -> None:
         if not engines:
             raise SessionError("no engines to sync to")
-        self._trainers, self._spec = trainers, spec
+        self._trainers, self._spec = Answered(trainers), spec
         self._pause: PauseMode = pause
         self._timeouts = timeouts or Timeouts()
         self._observer: Observer = observer or SilentObserver()
@@ -82,7 +82,7 @@ class WeightSync:
         self._committed: Committed | None = None
         self._deltas = Deltas(spec.delta)
         self._version = -1
-        self._fence = Fence(trainers, self._registry, self._timeouts.abort)
+        self._fence = Fence(self._trainers, self._registry, self._timeouts.abort)
         self._busy = threading.Lock()
 
     @property
@@ -208,7 +208,8 @@ class WeightSync:
         self._controller = claim(self._trainers, engines, found, self._controller, deadline)
         if newcomer:  # an older controller may have opened a session after the look and before the claim
             found = survey(self._trainers, engines, deadline)
-        end_leftovers(self._trainers, engines, found, self._controller, deadline)
+        if end_leftovers(self._trainers, engines, found, self._controller, deadline):
+            found = survey(self._trainers, engines, deadline)
         self._connection = connect(
             self._trainers, engines, self._counted(), deadline,
             pause=self._pause, controller=self._controller, avoid=sorted(avoid), found=found,
@@ -315,7 +316,8 @@ class WeightSync:
         if before is not None:
             alone = survey_of(server)
             claim(None, [engine], alone, self._controller, deadline)
-            end_leftovers(None, [engine], alone, self._controller, deadline)
+            if end_leftovers(None, [engine], alone, self._controller, deadline):
+                server = check_engine(engine, self._spec, self._pause, deadline)
             before = grow(self._trainers, before, self._spec, engine, server, self._controller, deadline)
         engine.pause(self._pause, deadline)
         replica = self._registry.add(engine)

@@ -140,7 +140,10 @@ class SourceAgent:
         transport = self._registered(memory, source_staging(schedule).get(self.rank, 0), set(peers.values()))
         deadline = Deadline.after(float(payload["seconds"]))
         kind, report = str(payload.get("digest", XXH3)), bool(payload.get("report", True))
-        waves = tuple(Bound(part, self.rank, memory, self._stage, targets, transport, kind, report) for part in schedule.waves)
+        waves = tuple(
+            Bound(part, self.rank, memory, self._stage, targets, transport, kind, report, wave)
+            for wave, part in enumerate(schedule.waves)
+        )
         for rank in sorted(set(schedule.plan.target_rank[schedule.plan.rows_from(self.rank)].tolist())):
             self._probed.add(peers[rank])
             transport.probe(peers[rank], deadline)

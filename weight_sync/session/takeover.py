@@ -74,10 +74,11 @@ def claim(
 
 def end_leftovers(
     trainers: TrainerGroup | None, engines: Sequence[RolloutEngine], found: Survey, controller: str, deadline: Deadline
-) -> None:
+) -> bool:
     """End sessions that are open although no controller is in one: of one that died, or of a call that came after its end.
 
-    Trainer ranks first: what they may still write is closed before anything else, and the trainer may step again.
+    Trainer ranks first: what they may still write is closed before anything else, and the trainer may step again. Returns
+    whether there were any; then `found` is out of date: an engine whose own loader was at work did not show its weights.
     """
     open_ranks = {rank: d["session"] for rank, d in found.trainers.items() if d.get("session")}
     if trainers is not None and open_ranks:
@@ -94,6 +95,7 @@ def end_leftovers(
         for i, state in standing.items()
     }
     together(calls, deadline)
+    return bool(open_ranks or standing)
 
 
 def judge(states: Mapping[str, tuple[EngineState, int]]) -> tuple[Action, int]:

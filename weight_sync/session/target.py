@@ -2,7 +2,8 @@
 
 Adapters reach it by call(method, payload) -> reply, plain data both ways:
 
-    describe  {}                                  -> RankDescription as a dict
+    describe  {}                                  -> RankDescription as a dict; no params between the first and the last wave
+                                                     of a load by the engine's own loader (feed)
     claim     {"controller"}                      -> {}; no older controller may call from now on, see gate.py
     admit     {"session"}                         -> {}; raises if an older controller's: adapters ask before they resume
     bind      target_table(...), "controller"     -> {"addresses", "stage", "endpoint", "epoch", "params"}; the live parameters
@@ -18,7 +19,8 @@ Adapters reach it by call(method, payload) -> reply, plain data both ways:
                                                      [] where none are wanted. Refused where memory moved, and where a byte
                                                      that no transfer writes has changed since begin (only with digests)
     feed      {"session", "wave"}                 -> {"tensors"}; where HF tensors are put beside the weights (placing.py): hand
-                                                     a wave, which verify has looked at, to the engine's own loader
+                                                     a wave, which verify has looked at, to the engine's own loader. Returns
+                                                     when it has read them; refused where verify's digests are no longer theirs
     snapshot  {"session"}                         -> {"bytes"}; copy all live parameters
     scramble  {"session"}                         -> {"bytes"}; invert every byte the plan writes; needs a snapshot
     compare   {"session"}                         -> {"bytes"}; VerifyError unless every live byte equals the snapshot's
@@ -88,6 +90,7 @@ class TargetAgent:
         self._unfenced: str | None = None
         self._untouched: Untouched | None = None
         self._before: dict[str, str] = {}
+        self._told = ""
         self._snapshot: Snapshot | None = None
         self._filling = False
         self._scrambled = False
@@ -118,16 +121,18 @@ class TargetAgent:
             return handlers[method](payload)
 
     def _describe(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        memory = memory_of(self._tensors(), f"rollout rank {self.rank}")
-        # A transport whose read failed describes itself no more; where a rank stands can always be asked.
+        # Where a rank stands can always be asked: also while its own loader has the weights, which may lie nowhere then.
+        loading = self._placing is not None and self._placing.loading
+        memory = memory_of(self._written() if loading else self._tensors(), f"rollout rank {self.rank}")
+        # A transport whose read failed describes itself no more.
         endpoint = None if self._transport is None or self._filling else self._transport.describe()
         description = RankDescription(
             rank=self.rank,
             host=self.host,
             coords=self.coords,
             epoch=self._epoch(memory),
-            params=memory.params,
-            storages=memory.storages,
+            params=() if loading else memory.params,
+            storages=() if loading else memory.storages,
             endpoint=endpoint,
             device=memory.device,
         )
@@ -213,7 +218,7 @@ class TargetAgent:
             )
         assert self._untouched is not None
         self._before = self._untouched.digests()
-        self._snapshot, self._scrambled = None, False
+        self._snapshot, self._scrambled, self._told = None, False, ""
         if self._placing is not None:
             self._placing.begin()
         self._session, self._reason, self._opened = payload["session"], None, int(payload["version"])
@@ -268,12 +273,35 @@ class TargetAgent:
         return reply
 
     def _feed(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        memory, _ = self._in_session(payload)
+        memory, table = self._in_session(payload)
         self._not_moved(memory)
         if self._placing is None:
             raise SessionError(f"rollout rank {self.rank}: feed, but bytes go into live parameters here")
         memory.settle()
-        return self._placing.feed(int(payload["wave"]))
+        wave = int(payload["wave"])
+        reply = self._placing.feed(wave)
+        memory.settle()  # a GPU may still be at it, and the next wave is written where this one lies
+        if self._told and self._digests(memory, table, self._rows(table, wave), wave) != self._told:
+            raise VerifyError(
+                f"rollout rank {self.rank}: bytes of wave {wave} have changed while the engine's own loader read them: it may "
+                "have taken others than were verified"
+            )
+        return reply
+
+    def _rows(self, table: Mapping[str, Any], wave: int) -> Sequence[int]:
+        """The transfers of a wave; all of them where there are no waves."""
+        if self._placing is None:
+            return range(len(table["params"]))
+        places = table["loader"]["places"]
+        return [i for i, name in enumerate(table["params"]) if places[name][0] == wave]
+
+    def _digests(self, memory: Memory, table: Mapping[str, Any], rows: Sequence[int], wave: int) -> str:
+        """Of the live destination bytes."""
+        columns = (table["params"], table["start"], table["strides"], table["shape"])
+        digests = memory.digests(_kind(table))
+        # Where digests look is kept by this name: waves lie in the same memory, in other places.
+        digests.whole(("transfers", wave), rows, lambda: [memory.view(*(column[i] for column in columns)) for i in rows])
+        return digests.text(rows)
 
     def _take_snapshot(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, _ = self._in_session(payload)
@@ -305,22 +333,17 @@ class TargetAgent:
     def _verify(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, table = self._in_session(payload)
         self._not_moved(memory)  # or we would digest what the engine no longer serves from
-        rows: Sequence[int] = range(len(table["params"]))
+        wave, self._told = int(payload.get("wave", 0)), ""
         if self._placing is not None:
-            wave = int(payload.get("wave", 0))
             self._placing.verified(wave)
-            places = table["loader"]["places"]
-            rows = [i for i, name in enumerate(table["params"]) if places[name][0] == wave]
         if not payload.get("digests", True):
             return {"digests": ""}
         assert self._untouched is not None
         after = self._untouched.digests()
         if changed := [name for name, value in self._before.items() if after[name] != value]:
             raise VerifyError(f"rollout rank {self.rank}: bytes that no transfer writes have changed: {listed(changed)}")
-        columns = (table["params"], table["start"], table["strides"], table["shape"])
-        digests = memory.digests(_kind(table))
-        digests.whole("transfers", rows, lambda: [memory.view(*(column[i] for column in columns)) for i in rows])
-        return {"digests": digests.text(rows)}
+        self._told = self._digests(memory, table, self._rows(table, wave), wave)
+        return {"digests": self._told}
 
     def _end(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, _ = self._in_session(payload)
