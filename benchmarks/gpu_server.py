@@ -1,11 +1,13 @@
 """A real SGLang server on a GPU, synced by us, against the same server after it loaded the same checkpoint from disk.
 
-    python benchmarks/gpu_server.py [--schemes none fp8_block] [--layers 6] [--experts 32] [--rounds 5] [--json FILE]
+    python benchmarks/gpu_server.py [--schemes none fp8_block] [--layers 6] [--experts 32] [--rounds 5] [--graphs] [--json FILE]
 
 Needs SGLang (0.5.16 or later, GPU build) in this Python, weight_sync installed with its entry point, torch, triton and
 cuda-bindings, and one or two CUDA devices: the trainer takes the first, the servers the last. A trainer process holds a random
 Qwen3-MoE model in bf16 as Megatron does. For each scheme, a server of its own with our plug-in, which serves weights B from
-disk: a bf16 checkpoint (none), or the same with blocks of 128 x 128 quantised by the float64 reference (fp8_block). Then:
+disk: a bf16 checkpoint (none), or the same quantised by the float64 reference: fp8 in blocks of 128 x 128 (fp8_block), fp8 with
+a scale for each row (fp8_channel: SGLang transposes it), int4 groups in the experts (int4_experts: SGLang repacks them for
+Marlin). What SGLang does not keep as loaded its own loader takes (docs/quant.md); --landing loader: with any scheme. Then:
 
     disk        greedy tokens of weights B as the server loaded them
     equal       check_weight_equal: the trainer, at B, overwrites every byte that the plan covers; all live bytes must be those
@@ -13,10 +15,12 @@ disk: a bf16 checkpoint (none), or the same with blocks of 128 x 128 quantised b
     other       the trainer goes to weights A; a sync must change the tokens
     sync        the trainer goes back to B; after a sync the tokens must be those of disk
     rounds      more syncs, timed by phase, with A and B in turn; after the last the tokens must be B's again
-    reload      SGLang's own /update_weights_from_disk of the checkpoint, timed; the tokens must be those of disk
+    reload      SGLang's own /update_weights_from_disk of the checkpoint, timed; the tokens must be those of disk (not after
+                syncs by SGLang's own loader: what it has transposed or packed, that route cannot fill)
 
 Tensors of the server that the engine's table does not know are named, and declared constant for this run: then a fingerprint
-proves that they do not change. --device cpu rehearses it with tiny sizes on a CPU server, bf16 only.
+proves that they do not change. --graphs: with CUDA graphs, which read tensors by their addresses. --device cpu rehearses it
+with tiny sizes on a CPU server, bf16 only.
 """
 
 from __future__ import annotations
@@ -48,13 +52,14 @@ from weight_sync.quant.emission import Quantisation
 from weight_sync.quant.published import from_hf
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.inputs import Declared, dims_of, layout_of
+from weight_sync.session.landing import Landing, To
 from weight_sync.session.session import WeightSync
 from weight_sync.session.source import SourceAgent
 
 A, B = 1, 2  # seeds of two sets of weights
 COSTS = CostModel(seconds_per_write=1e-10, wire=3.7e11, copy=1.5e12)
 GPU_ARGUMENTS = (
-    "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-cuda-graph",
+    "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
     "--mem-fraction-static", "0.5",
 )  # fmt: skip
 PROMPTS = [[(7 * i * i + 31 * j + 11) % 250 + 3 for j in range(8 + 8 * i)] for i in range(4)]
@@ -82,6 +87,28 @@ def declared(config: Mapping[str, Any], quantization: Mapping[str, Any] | None) 
     family = family_yaml("qwen3_moe")
     source = Declared(family, config, {"ranks": 1}, None, {"vocab_multiple": 128}, quant=quant)
     return source, Declared(family, config, {"tp": 1}, engine_yaml("sglang"), quant=quant)
+
+
+def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, ignore: list[str]) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": weights | {"symmetric": True, "dynamic": False}, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*mlp.gate$", *ignore], "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+def quantization_of(scheme: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    from weight_sync_integrations.quantised import fp8_config
+
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    if scheme == "fp8_channel":
+        inputs = fp8 | {"strategy": "token", "dynamic": True}
+        return compressed("float-quantized", fp8 | {"strategy": "channel"}, inputs, [])
+    if scheme == "int4_experts":
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+        return compressed("pack-quantized", weights, None, ["re:.*self_attn.*"])
+    return fp8_config(config)
 
 
 class Trainer:
@@ -205,7 +232,8 @@ def serve(name: str, folder: Path, options: argparse.Namespace, log: Log) -> Any
     token, began = new_token(), time.perf_counter()
     arguments: tuple[str, ...] = ()
     if options.device == "cuda":
-        arguments = (*GPU_ARGUMENTS, "--base-gpu-id", str(options.server_gpu))
+        graphs = () if options.graphs else ("--disable-cuda-graph",)
+        arguments = (*GPU_ARGUMENTS, *graphs, "--base-gpu-id", str(options.server_gpu))
     spec = ServerSpec(
         model=str(folder), token=token, name=name, device=options.device, max_total_tokens=8192, python=sys.executable,
         log=str(options.logs / f"server-{name}.log"), transport=options.transport, arguments=arguments,
@@ -248,7 +276,8 @@ def checked(name: str, trainer: Remote, server: Any, token: str, folder: Path, o
     source, target = declared(options.config, quantization)
     watch = Phases()
     budget = Budget(512 << 20, 512 << 20) if options.device == "cuda" else Budget()
-    spec = SyncSpec(source, target, witness=True, costs=COSTS, budget=budget)
+    landing = Landing(options.landing, (256 << 20) if options.device == "cuda" else 300_000)  # several waves
+    spec = SyncSpec(source, target, witness=True, costs=COSTS, budget=budget, landing=landing)
     sync = WeightSync(Trainers(trainer, name), [engine], spec, observer=watch)
     disk = tokens()
     # Or the second time finds its prompts in the prefix cache, and a prefill of another length rounds otherwise.
@@ -263,6 +292,9 @@ def checked(name: str, trainer: Remote, server: Any, token: str, folder: Path, o
         f"{len(connection.plan)} transfers, {moved / 1e9:.3f} GB, digest {connection.digest}"
     )
     figures: dict[str, Any] = {"bytes": moved, "transfers": len(connection.plan), "digest": connection.digest}
+    if connection.by_loader:
+        log(f"{name}: by SGLang's own loader, in {len(connection.schedule.waves)} waves: {connection.by_loader}")
+        figures |= {"waves": len(connection.schedule.waves), "by_loader": connection.by_loader}
     seconds = timed(lambda: sync.check_weight_equal(1))
     log(f"ok: {name}: check_weight_equal: every live byte is what the disk load left ({seconds:.2f} s)")
     log.require(tokens() == disk, f"{name}: the same tokens after it")
@@ -283,8 +315,10 @@ def checked(name: str, trainer: Remote, server: Any, token: str, folder: Path, o
     log.require(
         tokens() == disk, f"{name}: {2 * options.rounds} more syncs, A and B in turn; the tokens of the disk load again"
     )
-    figures["reload"] = timed(lambda: engine.load_from_disk(str(folder), limit()))
-    log.require(tokens() == disk, f"{name}: SGLang's own reload from disk ({figures['reload']:.2f} s) gives the same tokens")
+    if not connection.by_loader:
+        figures["reload"] = timed(lambda: engine.load_from_disk(str(folder), limit()))
+        text = f"{name}: SGLang's own reload from disk ({figures['reload']:.2f} s) gives the same tokens"
+        log.require(tokens() == disk, text)
     engine.close()
     middle = statistics.median(figures["sync"])
     log(
@@ -299,8 +333,6 @@ def _differ(one: list[list[int]], other: list[list[int]]) -> int:
 
 
 def run(options: argparse.Namespace, work: Path, log: Log) -> dict[str, Any]:
-    from weight_sync_integrations.quantised import fp8_config
-
     trainer = Remote(Trainer, options.config, options.schemes, options.transport, options.trainer_device)
     trainer.ready()
     parts = [Path(part) for part in trainer("write", str(work / "parts"), B, options.parts)]
@@ -309,11 +341,12 @@ def run(options: argparse.Namespace, work: Path, log: Log) -> dict[str, Any]:
     with ThreadPoolExecutor(len(options.schemes)) as pool:
         made: dict[str, Path] = {}
         starting: dict[str, Any] = {}
-        for name in sorted(options.schemes, reverse=True):  # the plain one starts while the other's checkpoint is made
+        mine: list[Path] = []
+        for name in sorted(options.schemes, reverse=True):  # the plain one starts while the others' checkpoints are made
             if name != "none":
-                parts = quantised(parts, work / "quantised", fp8_config(options.config))
+                mine = quantised(parts, work / "quantised" / name, quantization_of(name, options.config))
                 log(f"{name}: checkpoint quantised by the float64 reference")
-            made[name] = gathered(parts, work / name)
+            made[name] = gathered(parts if name == "none" else mine, work / name)
             starting[name] = pool.submit(serve, name, made[name], options, log)
         servers: dict[str, Any] = {}
         try:
@@ -335,7 +368,10 @@ def run(options: argparse.Namespace, work: Path, log: Log) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--schemes", nargs="+", choices=("none", "fp8_block"), default=["none", "fp8_block"])
+    schemes = ("none", "fp8_block", "fp8_channel", "int4_experts")
+    parser.add_argument("--schemes", nargs="+", choices=schemes, default=["none", "fp8_block"])
+    parser.add_argument("--landing", type=To, choices=tuple(To), default=To.AUTO, help="weight_sync.landing.to")
+    parser.add_argument("--graphs", action="store_true", help="servers capture CUDA graphs")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5, help="timed syncs of each set of weights")

@@ -8,7 +8,7 @@ copied out). Nothing here knows an engine; integrations/vllm/loader.py does.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -31,6 +31,40 @@ def allocate(nbytes: int, places: Mapping[str, tuple[list[int], str, int]], devi
         kind: torch.dtype = getattr(torch, dtype)
         found[name] = buffer[first : first + prod(shape) * kind.itemsize].view(kind).view(list(shape))
     return found
+
+
+class Published:
+    """Shapes of HF tensors as a checkpoint has them. In a plan every part of a quantised weight has two dims; in a checkpoint
+    the scale of a tensor has one or none, and so has a weight_shape.
+
+    quantization: quantization_config of the engine's config.json; None: nothing is quantised.
+    """
+
+    def __init__(self, quantization: Mapping[str, Any] | None) -> None:
+        from weight_sync.config import quant_yaml
+        from weight_sync.quant.published import from_hf
+
+        scheme = None if quantization is None else from_hf(quantization, quant_yaml)[0]
+        self._parts = [part for part in scheme.parts if part.dims < 2] if scheme else []
+
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        for part in self._parts:
+            if name.endswith(part.becomes) and len(shape) == 2:
+                return tuple(shape[1:]) if part.name == "shape" else tuple(shape[: part.dims])
+        return tuple(shape)
+
+    def planned(self, recording: Recording, shapes: Mapping[str, Sequence[int]]) -> Recording:
+        """A recording of tensors as published, with the boxes that they are in the plan. shapes: of the plan, by HF name."""
+        for shard in recording.shards:
+            name = shard["tensor"]
+            missing = len(shapes[name]) - len(shard["shape"])
+            if missing and self.shape(name, shapes[name]) == tuple(shapes[name][1:]):
+                before, after = missing, 0
+            else:
+                before, after = 0, missing
+            for key, value in (("offset", 0), ("shape", 1), ("strides", 1)):
+                shard[key] = [value] * before + list(shard[key]) + [value] * after
+        return recording
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def record(
     """
     shadows = {name: _shadow(spec) for name, spec in tensors.items()}
     feed = _Feed(shadows)
-    with unchanged(model) as state, _run_inline():
+    with unchanged(model) as state, run_inline():
         mode = _Recorder(shadows, state.named_tensors, state.protected)
         try:
             with torch.no_grad(), mode:
@@ -115,7 +115,7 @@ class _Feed:
 
 
 @contextmanager
-def _run_inline() -> Iterator[None]:
+def run_inline() -> Iterator[None]:
     """Work that this thread hands to thread pools runs here and now: a dispatch mode does not reach other threads."""
     pool = concurrent.futures.ThreadPoolExecutor
     original = pool.submit

@@ -9,6 +9,8 @@ Order of one update, and why:
     pause     SGLang answers before its schedulers have paused, so each worker is asked until all say that they are quiet.
     begin     /begin_weight_update first: it may restore packed weights, and only then do the workers check that nothing
               has moved since bind.
+    feed      where the weights are taken by SGLang's own loader in each worker (loader.py): then neither that route nor
+              /end_weight_update is called, because they would undo or repeat post-processing.
     finish    workers close the session and spoil what depends on weights, /end_weight_update derives it anew, workers prove
               that (settle), the cache is flushed, the version is written and read back, and only then do the workers record
               the commit.
@@ -34,7 +36,6 @@ from weight_sync.session.contracts import (
 from weight_sync_integrations.inventory import DraftPolicy
 from weight_sync_integrations.sglang.client import Http, Workers
 from weight_sync_integrations.sglang.launch import WorkerAddress
-from weight_sync_integrations.sglang.tensors import NO_LOADER
 
 _POLL = 0.02
 
@@ -63,6 +64,7 @@ class SglangEngine:
         self._offers: frozenset[str] | None = None
         self._mode: PauseMode | None = None
         self._verified = ""
+        self._by_loader = False
 
     def close(self) -> None:
         """Close connections. The server is not touched."""
@@ -110,7 +112,10 @@ class SglangEngine:
                 (answer["generation"] for answer in answers.values()),
             ),
             refusals=tuple(dict.fromkeys(why for identity in identities.values() for why in identity["refusals"])),
-            no_loader=NO_LOADER,
+            not_writable={
+                f"rank {r} {name}": why for r, one in identities.items() for name, why in one["not_writable"].items()
+            },
+            no_loader="; ".join(dict.fromkeys(one["no_loader"] for one in identities.values() if one["no_loader"])),
         )
 
     def claim(self, controller: str, deadline: Deadline) -> None:
@@ -149,14 +154,22 @@ class SglangEngine:
         """Raises BindError with a worker's words where the plan does not fit its live parameters."""
         self._require_all_ranks("bind", tables)
         beside = self._beside | {"update_routes": self._recomputes(deadline)}
+        self._by_loader = any(table.get("loader") for table in tables.values())
         return self._workers.each("bind", {rank: {**table, **beside} for rank, table in tables.items()}, deadline)
 
     def begin(self, session: str, version: int, plan: str, epochs: Mapping[int, int], deadline: Deadline) -> None:
         """Raises SessionError if pause() was not called or a worker is not quiet; RolloutError if the server refuses."""
         self._require_all_ranks("begin", epochs)
         self._require_paused("begin", deadline)
-        if self._offers_update(deadline):
-            if any(state["update_open"] for state in self.state(deadline).values()):
+        left_open = any(state["update_open"] for state in self.state(deadline).values())
+        if self._by_loader:
+            if left_open:
+                raise RolloutError(
+                    f"engine {self.name}: a weight update of SGLang's own is open (/begin_weight_update), and to end it would "
+                    "post-process weights once more that are post-processed; restart this server"
+                )
+        elif self._offers_update(deadline):
+            if left_open:
                 self._http.post("/end_weight_update", {}, deadline)  # left open by a controller that died
             self._http.post("/begin_weight_update", {}, deadline)
         self._verified = ""
@@ -179,14 +192,13 @@ class SglangEngine:
         return self._workers.each("pull", payloads, deadline)
 
     def feed(self, session: str, wave: int, deadline: Deadline) -> None:
-        """Raises SessionError: connecting refuses such a job (describe() says why)."""
-        raise SessionError(f"engine {self.name}: {NO_LOADER}")
+        self._workers.all("feed", {"session": session, "wave": wave}, deadline)
 
     def check(self, session: str, step: CheckStep, deadline: Deadline) -> dict[int, dict[str, Any]]:
         return self._workers.all(step, {"session": session}, deadline)
 
     def verify(self, session: str, deadline: Deadline, digests: bool = True, wave: int = 0) -> dict[int, str]:
-        answers = self._workers.all("verify", {"session": session, "digests": digests}, deadline)
+        answers = self._workers.all("verify", {"session": session, "digests": digests, "wave": wave}, deadline)
         self._verified = session
         return {rank: str(answer["digests"]) for rank, answer in answers.items()}
 
@@ -200,7 +212,9 @@ class SglangEngine:
             raise SessionError(f"engine {self.name}: finish({session!r}) before verify({session!r}) returned")
         self._require_paused("finish", deadline)
         ended = self._workers.all("end", {"session": session}, deadline)
-        if self._offers_update(deadline):
+        if self._by_loader:
+            pass  # each worker's loader has ended with SGLang's post-processing; the route would do it a second time
+        elif self._offers_update(deadline):
             self._http.post("/end_weight_update", {}, deadline)
         elif self._offers_post_process(deadline) and any(answer["derived"] for answer in ended.values()):
             self._http.post("/post_process_weights", {"post_load_weights": True}, deadline)
@@ -249,7 +263,7 @@ class SglangEngine:
         self._verified = ""
         if failures:
             raise RolloutError(f"engine {self.name}: abort({reason!r}) did not reach every worker: " + "; ".join(failures))
-        if any(state["update_open"] for state in self.state(deadline).values()):
+        if not self._by_loader and any(state["update_open"] for state in self.state(deadline).values()):
             self._http.post("/end_weight_update", {}, deadline)
 
     # -- beside the contract ---------------------------------------------------------------------------------------

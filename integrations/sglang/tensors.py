@@ -17,12 +17,6 @@ from weight_sync_integrations.inventory import Found, Rule, find
 if TYPE_CHECKING:
     import torch
 
-NO_LOADER = (
-    "SGLang's own loader cannot take the weights instead (weight_sync.landing): it cannot fill a second time what "
-    "post-processing has transposed, packed or requantised"
-)
-"""Read in 0.5.16 to 0.5.23: parameters become new ones without a weight_loader, and requantised scales keep their mark."""
-
 RECOMPUTES = "recomputed by the model's post_load_weights, which /end_weight_update runs"
 
 _ABSORBED = "absorbed from kv_b_proj"
@@ -45,8 +39,8 @@ RULES: tuple[Rule, ...] = (
     Rule("state", "*.zero_allocator.*", "workspace of each step"),
 )
 
-_PACKAGES = ("sglang", "weight_sync_integrations")
-_SKIP = frozenset({"ServerArgs", "ModelConfig", "GroupCoordinator", "RuntimeContext"})
+PACKAGES = ("sglang", "weight_sync_integrations")
+SKIP = frozenset({"ServerArgs", "ModelConfig", "GroupCoordinator", "RuntimeContext"})
 
 
 def is_cache_scale(module: torch.nn.Module, attribute: str) -> bool:
@@ -72,7 +66,7 @@ def models_of(scheduler: Any) -> list[tuple[str, torch.nn.Module]]:
 
 def find_all(models: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[Found]:
     """Every tensor of these models, for the inventory."""
-    return find(models, _PACKAGES, _SKIP)
+    return find(models, PACKAGES, SKIP)
 
 
 def loader(model: Any) -> Callable[[Any], object]:
@@ -113,7 +107,7 @@ def refusals(scheduler: Any) -> list[str]:
         )
     elif where := virtual_memory([p for _, model in models_of(scheduler) for p in model.parameters()]):
         found.append(where)
-    found += _not_as_loaded(scheduler)
+    found += _rebound(scheduler)
     if released := sorted(getattr(getattr(scheduler, "weight_updater", None), "offload_tags", ())):
         found.append(f"/release_memory_occupation has released {', '.join(released)}; call /resume_memory_occupation first")
     if (mode := getattr(args, "weight_cache_mode", "off")) != "off":
@@ -135,18 +129,31 @@ def refusals(scheduler: Any) -> list[str]:
     return found
 
 
-def _not_as_loaded(scheduler: Any) -> list[str]:
-    """What post-processing made of the target's weights that a write would corrupt, or that would not notice a write."""
+def not_writable(scheduler: Any) -> dict[str, str]:
+    """Weights that post-processing changed, so that no byte may be written into them: name -> why; a draft's with its role."""
     from weight_sync_integrations.sglang import live
 
+    return {
+        name if role == "target" else f"{role}.{name}": why
+        for role, model in models_of(scheduler)
+        for name, why in live.not_writable(model).items()
+    }
+
+
+def no_loader(scheduler: Any) -> str:
+    """Why SGLang's own loader cannot take the weights instead (loader.py); "" where it can."""
+    from weight_sync_integrations.sglang import live
+
+    (_, model), *drafts = models_of(scheduler)
+    if drafts:
+        return f"it runs a draft model ({listed(role for role, _ in drafts)}), which is written in place only"
+    return live.no_loader(model)
+
+
+def _rebound(scheduler: Any) -> list[str]:
+    """What depends on the target's weights and is another tensor after a sync."""
     model = models_of(scheduler)[0][1]
     found: list[str] = []
-    if stuck := live.not_writable(model):
-        found.append(
-            f"{len(stuck)} live tensors are no longer the checkpoint's, so nothing may be written into them: "
-            f"{listed(f'{name}: {why}' for name, why in sorted(stuck.items()))}. {NO_LOADER}. Serve a checkpoint whose weights "
-            "this SGLang keeps as they are (docs/quant.md)"
-        )
     if captures(scheduler):
         # post_load_weights copies w_kc and w_vc in place, but binds w_scale to a new tensor each time.
         bound = [path for path, m in model.named_modules() if _own_scale(m)]

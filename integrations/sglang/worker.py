@@ -20,7 +20,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weight_sync.errors import BindError, ConfigError, SessionError
+from weight_sync.errors import BindError, ConfigError, SessionError, listed
 from weight_sync_integrations.inventory import Inventory, Policy, plain
 from weight_sync_integrations.sglang import tensors as known
 from weight_sync_integrations.sglang.endpoint import WorkerEndpoint
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     import torch
 
 _SIZES = ("tp", "pp", "attn_tp", "attn_dp", "moe_ep", "moe_tp")
-_NEED_QUIET = frozenset({"begin", "place", "patch", "pull", "verify", "snapshot", "scramble", "compare", "end", "settle"})
+_NEED_QUIET = frozenset(
+    {"begin", "place", "patch", "pull", "verify", "feed", "snapshot", "scramble", "compare", "end", "settle"}
+)
 _PAUSED_WAIT = 0.002  # seconds a paused scheduler waits for a call instead of spinning
 
 
@@ -53,6 +55,7 @@ class Worker:
         self._agent: Any = None
         self._inventory: Inventory | None = None
         self._planned: frozenset[str] | None = None
+        self._loader: Any = None
         self._endpoint = WorkerEndpoint(self._settings.token, self._settings.bind, self._serve_one)
         self._relaxed = scheduler.device == "cpu"
 
@@ -91,8 +94,18 @@ class Worker:
                 coords=self._coords,
                 tensors=self.tensors,
                 transport=self._open_transport,
+                loader=self._own_loader,
             )
         return self._agent
+
+    def _own_loader(self) -> Any:
+        """SGLang's own loader, for a new binding (loader.py)."""
+        from weight_sync_integrations.sglang.loader import SglangLoader
+
+        model, where = known.models_of(self._scheduler)[0][1], f"rollout rank {self._coords['rank']}"
+        quantization = self._model_config().get("quantization_config")
+        self._loader = SglangLoader(model, where, quantization, known.captures(self._scheduler))
+        return self._loader
 
     def transport(self, payload: dict[str, Any]) -> dict[str, Any]:
         """The controller says {"transport": {"name", options}} to a worker whose server was started without one."""
@@ -144,6 +157,8 @@ class Worker:
             "aliases": known.live_aliases(known.models_of(self._scheduler)),
             "drafts": [role for role, _ in known.models_of(self._scheduler)[1:]],
             "refusals": known.refusals(self._scheduler),
+            "not_writable": known.not_writable(self._scheduler),
+            "no_loader": known.no_loader(self._scheduler),
             "keeps_prefixes": known.keeps_prefixes(self._scheduler),
             "software": {name: version(name) for name in ("sglang", "torch")},
         }
@@ -172,8 +187,15 @@ class Worker:
 
     def bind(self, payload: dict[str, Any]) -> dict[str, Any]:
         """The agent's bind, once every tensor is accounted for. payload: a target_table, and what inventory() takes."""
+        where = f"rollout rank {self._coords['rank']}"
         if reasons := known.refusals(self._scheduler):
-            raise BindError(f"rollout rank {self._coords['rank']}: {'; '.join(reasons)}")
+            raise BindError(f"{where}: {'; '.join(reasons)}")
+        if payload.get("loader"):
+            return self._bind_loader(payload)
+        self._loader = None
+        stuck = known.not_writable(self._scheduler)
+        if planned := sorted(stuck.keys() & set(payload["expected"])):
+            raise BindError(f"{where}: nothing may be written into {listed(f'{name}: {stuck[name]}' for name in planned)}")
         inventory = self._judged(payload)
         if set(payload["expected"]) <= set(known.live_tensors(known.models_of(self._scheduler))):
             inventory.require_all()  # else the plan is of another layout, and the agent says so better
@@ -188,12 +210,23 @@ class Worker:
         self._inventory = inventory
         return answer
 
+    def _bind_loader(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """bind, where HF tensors are put beside the weights for SGLang's own loader, which then accounts for every tensor."""
+        if reason := known.no_loader(self._scheduler):
+            raise BindError(f"rollout rank {self._coords['rank']}: SGLang's own loader cannot take the weights: {reason}")
+        self._planned = None
+        answer = self.agent().call("bind", payload)  # makes self._loader, unless this very plan is bound already
+        self._inventory = self._loader.account(payload.get("declare", {}))
+        return answer
+
     def end(self, payload: dict[str, Any]) -> dict[str, Any]:
         """The session's bytes are verified: derived tensors are spoilt, so that the engine has to make them anew.
 
-        Answers also how many there are: {"derived"}.
+        Answers also how many there are: {"derived"}. What SGLang's own loader has loaded is complete, and stays as it is.
         """
         answer = self.agent().call("end", payload)
+        if self._loader is not None:
+            return answer | {"derived": 0}
         self._bound_inventory().spoil()
         return answer | {"derived": len(self._bound_inventory().names("derived"))}
 
@@ -201,7 +234,8 @@ class Worker:
         """After the engine's post-processing, before the commit: {"proven": {class: tensors}}. VerifyError when not right."""
         if payload["session"] != self._session:
             raise SessionError(f"settle of session {payload['session']!r} while {self._session or 'none'!r} is open")
-        return {"proven": self._bound_inventory().check()}
+        inventory = self._bound_inventory()
+        return {"proven": inventory.check() if self._loader is None else self._loader.settle()}
 
     def _bound_inventory(self) -> Inventory:
         if self._inventory is None:
@@ -237,17 +271,27 @@ class Worker:
     def record(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Dry run of the models' own load_weights. payload: {"tensors": {HF name: {"shape", "dtype"}}, "draft"}.
 
-        Answers the fields of recorder.Recording; drafts are in it where they are synced (draft "sync"). Changes nothing, and
-        is allowed while the engine serves: it runs between two steps.
+        Answers the fields of recorder.Recording; drafts are in it where they are synced (draft "sync"). Where parameters did
+        not stay as loaded, it is a load into what they were (loader.py). Changes nothing, and is allowed while the engine
+        serves: it runs between two steps.
         """
         import dataclasses
 
         import torch
 
         from weight_sync_integrations.recorder_roles import record_roles
+        from weight_sync_integrations.sglang import live
 
         specs = {n: (tuple(t["shape"]), getattr(torch, t["dtype"])) for n, t in payload["tensors"].items()}
         models = known.models_of(self._scheduler)[: None if payload.get("draft") == "sync" else 1]
+        if any(live.not_writable(model) for _, model in models):
+            from weight_sync_integrations.loader import Published
+            from weight_sync_integrations.sglang.loader import rehearse
+
+            if reason := known.no_loader(self._scheduler):
+                raise BindError(f"rollout rank {self._coords['rank']}: loading cannot be recorded: {reason}")
+            published = Published(self._model_config().get("quantization_config"))
+            return dataclasses.asdict(rehearse(models[0][1], specs, published))
         return dataclasses.asdict(record_roles(models, specs, known.loader))
 
     # -- the engine around us --------------------------------------------------------------------------------------

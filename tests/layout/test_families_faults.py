@@ -20,7 +20,7 @@ from weight_sync.layout.family import Model, apply, engine_convention, parse_con
 from weight_sync.layout.parallel import EngineDims, TrainerDims
 from weight_sync.layout.resolve import dropped_names, resolve
 from weight_sync.layout.table import Layout, Shard
-from weight_sync.layout.witness import agree
+from weight_sync.layout.witness import agree, agree_on_tensors
 from weight_sync.plan.planner import make_plan
 from weight_sync.plan.schedule import Budget, CostModel, make_schedule
 
@@ -258,3 +258,23 @@ def test_adding_a_family_takes_one_yaml_file_that_extends_another(tmp_path: Path
     layout = trainer_layout(apply(parse_family(family_yaml(str(own))), config), TrainerDims(ranks=2, tp=2))
 
     assert [p.shape for p in layout.rank_params(1) if p.name == "decoder.layers.1.self_attention.gate.weight"] == [(4, 8)]
+
+
+def test_a_loader_that_takes_whole_tensors_may_place_them_as_it_likes_but_must_read_those_that_are_declared() -> None:
+    layout, _ = rollout_layout(built(DEEPSEEK), "sglang", {})
+    name = "model.layers.0.self_attn.o_proj.weight"
+    own = layout.rank_to_json(0)
+    turned = [{**s, "strides": s["strides"][::-1]} if s["tensor"] == name else s for s in own]
+
+    with pytest.raises(BindError, match=r"declared .* recorded"):
+        agree(layout, 0, turned, {})
+    agree_on_tensors(layout, 0, turned, {})
+    agree_on_tensors(layout, 0, [s for s in own if s["tensor"] != name], {name: "aten.mul.Tensor"})
+    with pytest.raises(
+        BindError, match=r"rollout rank 0: .*o_proj\.weight: a part is declared to be here, but the loader reads"
+    ):
+        agree_on_tensors(layout, 0, [s for s in own if s["tensor"] != name], {})
+    with pytest.raises(BindError, match=r"other: the loader reads it, but no part of it is declared to be here"):
+        agree_on_tensors(layout, 0, [*own, {**own[0], "tensor": "other"}], {})
+    with pytest.raises(BindError, match=r"parameter x: the loader applies aten\.fill_, which is no move of elements"):
+        agree_on_tensors(layout, 0, own, {"parameter x": "aten.fill_"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,10 +36,11 @@ class Scheduler:
     device = "cpu"
     draft_worker = None
 
-    def __init__(self, model_path: str) -> None:
-        model = torch.nn.Module()
-        for name, shape in SHAPES.items():
-            model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+    def __init__(self, model_path: str, model: torch.nn.Module | None = None) -> None:
+        if model is None:
+            model = torch.nn.Module()
+            for name, shape in SHAPES.items():
+                model.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
         self.model_config = SimpleNamespace(model_path=model_path)
         self.weight_updater = SimpleNamespace(_session=None, offload_tags=set())
@@ -52,12 +53,25 @@ class Scheduler:
 
 
 class Engine:
-    """Two workers on threads, and the front end's routes. `answers` overrides a route; `log` holds the routes called."""
+    """Two workers on threads, and the front end's routes. `answers` overrides a route; `log` holds the routes called.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, pp: int = 1, session_routes: bool = True) -> None:
-        (folder / "config.json").write_text('{"model_type": "tiny"}')
-        tp = 2 // pp
-        hub = MemoryHub()
+    ranks: another scheduler and its coordinates for each worker, with the engine's sizes beside what follows from tp and pp.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        folder: Path,
+        pp: int = 1,
+        session_routes: bool = True,
+        ranks: Sequence[tuple[Scheduler, dict[str, int]]] | None = None,
+        **sizes: int,
+    ) -> None:
+        if ranks is None:
+            (folder / "config.json").write_text('{"model_type": "tiny"}')
+            ranks = [(Scheduler(str(folder)), {"tp": r % (2 // pp), "pp": r // (2 // pp), "rank": r}) for r in range(2)]
+        tp = len(ranks) // pp
+        self.hub = hub = MemoryHub()
         monkeypatch.setenv("WEIGHT_SYNC_TOKEN", "secret")
         monkeypatch.setenv("WEIGHT_SYNC_RENDEZVOUS", str(folder))
         monkeypatch.setattr(worker_module.Worker, "_open_transport", lambda worker: MemoryTransport(hub))
@@ -68,12 +82,11 @@ class Engine:
         self.derive: Callable[[torch.nn.Module], None] = lambda model: None
         self.routes = ["/pause_generation", "/continue_generation", "/flush_cache", "/update_weight_version"]
         self.routes += ["/begin_weight_update", "/end_weight_update"] if session_routes else []
-        self.schedulers = [Scheduler(str(folder)) for _ in range(2)]
+        self.schedulers = [scheduler for scheduler, _ in ranks]
         self._open = True
         self._threads: list[threading.Thread] = []
-        sizes = {"tp": tp, "pp": pp, "dp": 1, "attn_tp": tp, "attn_dp": 1, "moe_ep": 1, "moe_tp": tp}
-        for rank, scheduler in enumerate(self.schedulers):
-            coords = {"tp": rank % tp, "pp": rank // tp, "rank": rank}
+        sizes = {"tp": tp, "pp": pp, "dp": 1, "attn_tp": tp, "attn_dp": 1, "moe_ep": 1, "moe_tp": tp} | sizes
+        for scheduler, coords in ranks:
             monkeypatch.setattr(worker_module, "_placement", lambda scheduler, coords=coords: (coords, sizes))
             made = Worker(scheduler)
             made.start()

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,20 @@ import numpy as np
 import pytest
 import xxhash
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from own_loader_support import trainer_ranks
+
+from weight_sync.config import engine_yaml, family_for, family_yaml
 from weight_sync.errors import RolloutError, SessionError
 from weight_sync.ids import Deadline
+from weight_sync.session.connect import SyncSpec
 from weight_sync.session.contracts import Receipt
+from weight_sync.session.inprocess import InProcessTrainers
+from weight_sync.session.inputs import Declared
+from weight_sync.session.landing import Landing, To
 from weight_sync.session.memory import Memory
+from weight_sync.session.session import Timeouts, WeightSync
+from weight_sync.session.source import SourceAgent
 from weight_sync.transport.base import Batch, Endpoint, Region
 from weight_sync.transport.cma import CmaTransport
 from weight_sync_integrations.sglang.engine import SglangEngine
@@ -319,6 +330,32 @@ def test_weights_cannot_be_touched_while_the_engine_generates(engine: SglangEngi
     with pytest.raises(SessionError, match="the engine is generating"):
         engine.call("begin", payload, soon())
     asking.join(timeout=90)
+
+
+def test_weights_that_sglangs_own_loader_places_give_the_tokens_that_a_load_from_disk_gives(
+    engine: SglangEngine, first: Path, second: Path
+) -> None:
+    engine.load_from_disk(str(second), soon())
+    want = engine.generate(PROMPT, 16, soon())
+    engine.load_from_disk(str(first), soon())
+    before = engine.generate(PROMPT, 16, soon())
+    assert before != want
+    config = json.loads((first / "config.json").read_text())
+    convention = engine_yaml("sglang")
+    dims = {"tp": 2, "remainder": convention["remainder"]}
+    rollout = Declared(family_yaml(family_for(config)), config, dims, convention)
+    agents = [SourceAgent(rank, partial(CmaTransport, any_tracer=True)) for rank in trainer_ranks(second)]
+    spec = SyncSpec(None, rollout, landing=Landing(To.LOADER, 300_000))
+    limits = Timeouts(connect=90, sync=90, abort=60)
+    sync = WeightSync(InProcessTrainers(agents), [engine], spec, pause="retract", timeouts=limits)
+
+    connection = sync.connect()
+    assert len(connection.schedule.waves) > 1
+    assert engine.generate(PROMPT, 16, soon()) == before, "connecting changed what the engine says"
+    sync.sync(50)
+    assert engine.generate(PROMPT, 16, soon()) == want
+    sync.check_weight_equal(51)
+    assert engine.generate_stamped(PROMPT, 16, soon()) == (want, [("51", 0, 16)])
 
 
 def test_two_pipeline_stages_are_told_apart_and_stopping_ends_every_process(

@@ -18,6 +18,7 @@ import pytest
 
 from tests.exact.exact_vllm import TRANSPORT, WorkersEngine, transport
 from tests.families_support import CHANNEL
+from tests.own_loader_support import trainer_ranks
 from tests.vllm.conftest import build_engine, greedy
 from weight_sync.config import engine_yaml, family_for, family_yaml, quant_yaml
 from weight_sync.errors import BindError, RolloutError, SessionError, VerifyError, WeightSyncError
@@ -25,15 +26,13 @@ from weight_sync.ids import Deadline
 from weight_sync.layout.parallel import EngineDims
 from weight_sync.session.connect import SyncSpec
 from weight_sync.session.contracts import EngineDescription
-from weight_sync.session.inprocess import ArraySource, InProcessTrainers
+from weight_sync.session.inprocess import InProcessTrainers
 from weight_sync.session.inputs import Declared
 from weight_sync.session.landing import Landing, To
 from weight_sync.session.session import Timeouts, WeightSync
 from weight_sync.session.source import SourceAgent
 from weight_sync.session.verify import Level
 from weight_sync_integrations.quantised import quantise_checkpoint
-
-TRAINERS = 2
 
 
 class Engine(WorkersEngine):
@@ -62,35 +61,6 @@ def stock_engine(model: Path, **options: Any) -> Any:
     os.environ["WEIGHT_SYNC_TRANSPORT"] = json.dumps(TRANSPORT)
     cpu.apply = lambda: None
     return build_engine(model, **{"dtype": "bfloat16", **options})
-
-
-def trainer_ranks(export: Path) -> list[ArraySource]:
-    """Each HF tensor's rows, cut unevenly over the ranks."""
-    from safetensors.torch import load_file
-
-    tensors = load_file(export / "model.safetensors")
-    ranks: list[ArraySource] = []
-    for rank in range(TRAINERS):
-        held, shards = {}, []
-        for name, tensor in tensors.items():
-            cut = -(-tensor.shape[0] // 3)
-            low, high = ((0, cut), (cut, tensor.shape[0]))[rank]
-            if low < high:
-                held[name] = tensor[low:high].clone()
-                offset = [low] + [0] * (tensor.dim() - 1)
-                steps = list(held[name].stride())
-                shards.append(
-                    {
-                        "tensor": name,
-                        "offset": offset,
-                        "shape": list(held[name].shape),
-                        "param": name,
-                        "start": 0,
-                        "strides": steps,
-                    }
-                )
-        ranks.append(ArraySource(rank, held, shards=shards))
-    return ranks
 
 
 def session(llm: Any, model: Path, export: Path, landing: Landing, tp: int = 1, level: Level = Level.DIGEST) -> WeightSync:

@@ -59,6 +59,25 @@ def agree(
         )
 
 
+def agree_on_tensors(
+    declared: Layout, rank: int, recorded: Iterable[Mapping[str, Any]], unexplained: Mapping[str, str]
+) -> None:
+    """Raise BindError unless the loader of one rank reads exactly the HF tensors of which the declared layout gives it a part.
+
+    For ranks that receive whole HF tensors and place them with that loader: where to, and how transposed, cast or computed, is
+    its own business. recorded, unexplained: as of agree(); a key of `unexplained` that is no HF tensor is another write.
+    """
+    said = {shard.tensor for shard in declared.rank_shards(rank)}
+    elsewhere = sorted(unexplained.keys() - declared.catalog.ids.keys())
+    seen = {str(item["tensor"]) for item in recorded} | (unexplained.keys() - set(elsewhere))
+    problems = [f"{name}: the loader reads it, but no part of it is declared to be here" for name in sorted(seen - said)]
+    problems += [f"{name}: a part is declared to be here, but the loader reads nothing of it" for name in sorted(said - seen)]
+    problems += [f"{name}: the loader applies {unexplained[name]}, which is no move of elements" for name in elsewhere]
+    if problems:
+        where = f"rollout rank {rank}"
+        raise BindError(f"{where}: the declared layout is not what the engine's own loader does: {listed(problems)}")
+
+
 def _differ(declared: list[Shard], recorded: list[Shard]) -> str | None:
     """Why two lists of shards of one tensor in one parameter place elements differently, or None."""
     for i, b in enumerate(recorded):

@@ -18,8 +18,7 @@ from weight_sync.layout.catalog import Catalog
 from weight_sync.layout.family import model_dtype
 from weight_sync.layout.parallel import EngineDims, world_error
 from weight_sync.layout.table import Layout, Param, layout_from_shards
-from weight_sync.layout.values import is_cast
-from weight_sync.layout.witness import agree
+from weight_sync.layout.witness import agree, agree_on_tensors
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.schedule import Budget, CostModel, Schedule
 from weight_sync.quant.emission import Quantisation
@@ -252,7 +251,7 @@ def check_recordings(
     """The second witness: what the loaders of these engines do, against the first engines' part of the layout.
 
     A layout that is not declared was recorded from the engines there were; one that joins has to agree with it. by_loader:
-    these loaders take what is received. Then there is a witness whatever the spec says, and casts that they make are their own.
+    these loaders take whole HF tensors. Then there is a witness whatever the spec says, of which tensors each one reads.
     """
     if isinstance(spec.rollout, Declared):
         if spec.witness or by_loader:
@@ -390,6 +389,8 @@ def _witness(
 ) -> None:
     for i, by_rank in _recordings(engines, declared.catalog, dims, deadline).items():
         for local, recording in sorted(by_rank.items()):
-            found: Mapping[str, str] = recording["unexplained"]
-            theirs = {name: text for name, text in found.items() if is_cast(text)} if by_loader else {}
-            agree(declared, i * dims.engine_world + local, recording["shards"], found, {**computed, **theirs})
+            rank, found = i * dims.engine_world + local, recording["unexplained"]
+            if by_loader:
+                agree_on_tensors(declared, rank, recording["shards"], found)
+            else:
+                agree(declared, rank, recording["shards"], found, computed)
