@@ -1,4 +1,5 @@
 """verl's own parts on a CPU, for tests/verl and benchmarks/verl_side_by_side.py: nothing of verl is replaced.
+verl_inside.py has what is run inside its processes.
 
 What runs: main_ppo's config composed by Hydra with +weight_sync=NAME; ActorRolloutRefWorker ranks on Ray with verl's FSDP2
 engine around a tiny model; LLMServerManager's standalone vLLM or SGLang replicas with their CheckpointEngineWorkers; and
@@ -21,19 +22,21 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks import verl_inside as inside
+
 ROOT = Path(__file__).resolve().parents[1]
-DUMP = f"{__name__}.dump_for_sglang"
-DUMPS = "WEIGHT_SYNC_TEST_DUMPS"
 
 
+@cache
 def rollouts() -> list[str]:
-    """The inference engines that this environment has."""
+    """The inference engines that this environment has. SGLang puts an empty module named vllm in place, hence asked once."""
     return [name for name in ("vllm", "sglang") if find_spec(name) is not None]
 
 
@@ -120,7 +123,7 @@ def cpu_overrides(
             "device": "cpu",
             "attention_backend": "torch_native",
             "max_total_tokens": 2048,
-            "custom_weight_loader": [DUMP],
+            "custom_weight_loader": [inside.DUMP],
         },
     }[kind]
     megatron = [
@@ -186,13 +189,14 @@ class Rig:
         """Other weights on every actor rank, as an optimiser step would leave them."""
         import ray
 
-        ray.get([worker.__ray_call__.remote(_change, seed) for worker in self.actors.workers])
+        ray.get([worker.__ray_call__.remote(inside.change, seed) for worker in self.actors.workers])
 
     def expected(self) -> dict[str, Any]:
         """The actors' weights as whole tensors by HF name: verl's own full-tensor export, not ours."""
         import ray
+        from safetensors.torch import load
 
-        return ray.get([worker.__ray_call__.remote(_full) for worker in self.actors.workers])[0]
+        return load(ray.get([worker.__ray_call__.remote(inside.full) for worker in self.actors.workers])[0])
 
     def live(self, replica: int = 0) -> list[dict[str, Any]]:
         """Every live parameter of every worker of a replica, read by a function run inside the workers, not by our code."""
@@ -202,16 +206,30 @@ class Rig:
         for old in self.dumps.glob("*.safetensors"):
             old.unlink()
         if self.kind == "vllm":
-            ray.get(self.servers.server_handles[replica].collective_rpc.remote(_dump, args=(str(self.dumps),)))
+            ray.get(self.servers.server_handles[replica].collective_rpc.remote(inside.dump_for_vllm, args=(str(self.dumps),)))
         else:
             ranks = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
             nothing = [base64.b64encode(pickle.dumps([])).decode()] * ranks
-            load = {"serialized_named_tensors": nothing, "load_format": DUMP, "flush_cache": False}
+            load = {"serialized_named_tensors": nothing, "load_format": inside.DUMP, "flush_cache": False}
             for path, body in ("/begin_weight_update", {}), ("/update_weights_from_tensor", load), ("/end_weight_update", {}):
                 answer = httpx.post(self.url(replica) + path, json=body, timeout=60, trust_env=False)
                 if not answer.is_success:
                     raise RuntimeError(f"{path}: {answer.text}")
         return [load_file(file) for file in sorted(self.dumps.glob("*.safetensors"))]
+
+    def differing(self, replica: int = 0) -> list[str]:
+        """Live tensors of a replica's workers that are not, bit for bit, the actors' weights in the rollout's dtype."""
+        import torch
+
+        live, whole = self.live(replica), self.expected()
+        dtype = getattr(torch, self.config.actor_rollout_ref.rollout.dtype)
+        found: list[str] = []
+        for rank, tensors in enumerate(live):
+            expected = inside.cut(whole, self.kind, len(live), rank)
+            found += [f"worker {rank}: {name} on one side only" for name in sorted(tensors.keys() ^ expected.keys())]
+            same = sorted(tensors.keys() & expected.keys())
+            found += [f"worker {rank}: {name}" for name in same if not torch.equal(tensors[name], expected[name].to(dtype))]
+        return found
 
     def generate(self, prompt: Sequence[int], count: int, replica: int = 0, timeout: float = 60.0) -> Any:
         """TokenOutput of verl's own generate(), greedy."""
@@ -236,7 +254,7 @@ class Rig:
 
         if self.kind == "vllm":
             return self._get("/is_paused")["is_paused"]
-        return ray.get(self.servers.server_handles[0].__ray_call__.remote(_sglang_paused), timeout=60)
+        return ray.get(self.servers.server_handles[0].__ray_call__.remote(inside.sglang_paused), timeout=60)
 
     def version(self) -> str:
         """What the first replica's own server says of its weights."""
@@ -246,66 +264,13 @@ class Rig:
         return httpx.get(self.url() + path, timeout=30, trust_env=False).json()
 
 
-def role_of(worker: Any) -> Any:
-    """verl's worker in a Ray actor: the actor's own object, or the one role that is fused into it."""
-    return next(iter(getattr(worker, "worker_dict", {}).values()), worker)
-
-
-def _join_group(worker: Any) -> None:
-    """verl would ask torch for "cpu:gloo,cpu:gloo" here; it takes a group that is there already."""
-    import torch
-
-    torch.distributed.init_process_group("cpu:gloo", init_method="env://", rank=worker.rank, world_size=worker.world_size)
-
-
-def _change(worker: Any, seed: int) -> None:
-    import torch
-
-    module, rank = role_of(worker).actor.engine.module, torch.distributed.get_rank()
-    whole, own = (torch.Generator().manual_seed(seed * 1000 + number) for number in (999, rank))
-    with torch.no_grad():
-        for chunk in module if isinstance(module, list) else [module]:
-            for name, parameter in chunk.named_parameters():  # DTensors, FSDP1's flat ones, or Megatron's
-                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                # What Megatron does not cut is the same on both of its two ranks: drawn from one generator by both.
-                same = isinstance(module, list) and not (parameter.tensor_model_parallel or ".experts." in name)
-                local.copy_(torch.randn(local.shape, generator=whole if same else own) * 0.05)
-
-
-def _sglang_paused(server: Any) -> bool:
-    return server.tokenizer_manager.is_pause
-
-
-def _full(worker: Any) -> dict[str, Any]:
-    generator, _ = role_of(worker).actor.engine.get_per_tensor_param()
-    return {name: tensor.detach().clone() for name, tensor in generator}
-
-
-def _dump(worker: Any, folder: str) -> None:
-    from pathlib import Path
-
-    from safetensors.torch import save_file
-
-    named = worker.model_runner.get_model().named_parameters()
-    save_file({n: p.data.clone().contiguous() for n, p in named}, str(Path(folder) / f"rank-{worker.rank}.safetensors"))
-
-
-def dump_for_sglang(model: Any, named_tensors: Any) -> None:
-    """What SGLang calls in its workers as a custom weight loader: loads nothing, writes what is there."""
-    import torch
-    from safetensors.torch import save_file
-
-    rank, named = torch.distributed.get_rank(), model.named_parameters()
-    save_file({n: p.data.clone().contiguous() for n, p in named}, f"{os.environ[DUMPS]}/rank-{rank}.safetensors")
-
-
 @contextmanager
 def started(overrides: Sequence[str], *, gpus: int = 8) -> Iterator[Rig]:
     """Ray, actors and servers, all ended with the block. Call after prepare()."""
     import ray
 
     folder = tempfile.TemporaryDirectory(prefix="verl-")
-    variables = environment() | {DUMPS: folder.name}
+    variables = environment() | {inside.DUMPS: folder.name}
     inherited = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), inherited]))  # this module, in workers
     ray.init(
@@ -333,7 +298,7 @@ def _start(config: Any, dumps: Path) -> Rig:
     fused = create_colocated_worker_cls(class_dict={"actor": init})  # as verl's trainers make them: roles in one process
     own = environment(config.actor_rollout_ref.actor.strategy)
     group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=fused, device_name="cpu", worker_env=own)
-    joined = [worker.__ray_call__.remote(_join_group) for worker in group.workers]
+    joined = [worker.__ray_call__.remote(inside.join_group) for worker in group.workers]
     actors = group.spawn(prefix_set=["actor"])["actor"]
     with ThreadPoolExecutor(1) as beside:  # both are slow, mostly by importing
         launched = beside.submit(LLMServerManager.create, config=config)

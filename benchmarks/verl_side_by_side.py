@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import verl_rig  # noqa: E402
+from benchmarks.verl_inside import role_of  # noqa: E402
 
 
 def main() -> int:
@@ -58,8 +59,7 @@ def main() -> int:
 def compare(rig: verl_rig.Rig, syncs: int) -> int:
     managers = {"ours": rig.manager, "verl": theirs(rig)}
     seconds: dict[str, list[float]] = {kind: [] for kind in managers}
-    transfer: list[float] = []
-    sent = 0
+    records: list[dict[str, Any]] = []
     for step in range(1, 2 * syncs + 1):
         kind = "ours" if step % 2 else "verl"
         use(rig, kind)
@@ -68,19 +68,32 @@ def compare(rig: verl_rig.Rig, syncs: int) -> int:
         metrics = managers[kind].update_weights(step)
         seconds[kind].append(time.perf_counter() - begin)
         if kind == "ours":
-            transfer.append(metrics["weight_sync/seconds"])
-            sent = metrics["weight_sync/bytes"]
+            records.append(metrics)
         if step <= 2 or step > 2 * syncs - 2:
             check(rig, kind)
     whole = sum(tensor.nbytes for tensor in rig.expected().values())
-    counted = {kind: values[1:] for kind, values in seconds.items()}
+    counted, sent = {kind: values[1:] for kind, values in seconds.items()}, records[-1]["weight_sync/bytes"]
     print(f"\n{whole / 1e6:.1f} MB of weights; ours wrote {sent / 1e6:.1f} MB; {syncs - 1} syncs of each, alternating")
     for kind, values in counted.items():
         print(f"{kind:5} median {statistics.median(values):7.3f} s   range {min(values):.3f} to {max(values):.3f} s")
-    print(f"ours, the session alone (pause to resume): median {statistics.median(transfer[1:]):.3f} s")
+    print(where(records[1:], statistics.median(counted["ours"])))
     ratio = statistics.median(counted["verl"]) / statistics.median(counted["ours"])
     print(f"verl / ours = {ratio:.2f}   first sync: ours {seconds['ours'][0]:.2f} s, verl {seconds['verl'][0]:.2f} s")
     return 0
+
+
+def where(records: list[dict[str, Any]], whole: float) -> str:
+    """Where a call of ours spends its time: medians by phase, and what verl does around the session."""
+    prefix = "weight_sync/seconds/"
+    phases = {
+        key.removeprefix(prefix): statistics.median(r[key] for r in records) for key in records[0] if key.startswith(prefix)
+    }
+    session = statistics.median(record["weight_sync/seconds"] for record in records)
+    largest = sorted(phases.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in largest if seconds >= 0.005)
+    return (
+        f"ours, medians in s: session {session:.3f} ({shown}), verl's abort, prepare and resume around it {whole - session:.3f}"
+    )
 
 
 def theirs(rig: verl_rig.Rig) -> Any:
@@ -109,7 +122,7 @@ def _both(worker: Any, bucket: int) -> None:
     """Give a worker an engine of each kind, as verl makes them."""
     from verl.checkpoint_engine import CheckpointEngineRegistry
 
-    role = verl_rig.role_of(worker)
+    role = role_of(worker)
     ours = role.checkpoint_engine
     master = {} if ours._is_master is None else {"is_master": ours._is_master}
     theirs = CheckpointEngineRegistry.new("mooncake", bucket_size=bucket, device="cpu", **master)
@@ -117,25 +130,14 @@ def _both(worker: Any, bucket: int) -> None:
 
 
 def _use(worker: Any, kind: str) -> None:
-    role = verl_rig.role_of(worker)
+    role = role_of(worker)
     role.checkpoint_engine = role.engines[kind]
 
 
 def check(rig: verl_rig.Rig, kind: str) -> None:
-    """Ends the run unless the engine holds what the actors hold: norms, a tensor cut by columns, one fused and cut by rows."""
-    import torch
-
-    live, expected = rig.live(), rig.expected()
-    for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
-        if not torch.equal(live[0][name], expected[name]):
-            raise SystemExit(f"after a sync of {kind}, {name} is not what the actors hold")
-    down = [part[name] for part in live for name in part if name.endswith("layers.0.mlp.down_proj.weight")]
-    if not torch.equal(torch.cat(down, dim=1), expected["model.layers.0.mlp.down_proj.weight"]):
-        raise SystemExit(f"after a sync of {kind}, a down_proj is not what the actors hold")
-    queries = [part["model.layers.0.self_attn.qkv_proj.weight"] for part in live]
-    rows = expected["model.layers.0.self_attn.q_proj.weight"].shape[0] // len(live)
-    if not torch.equal(torch.cat([part[:rows] for part in queries]), expected["model.layers.0.self_attn.q_proj.weight"]):
-        raise SystemExit(f"after a sync of {kind}, a q_proj is not what the actors hold")
+    """Ends the run unless every tensor of every worker is, bit for bit, what the actors hold."""
+    if found := rig.differing():
+        raise SystemExit(f"after a sync of {kind}, {len(found)} tensors are not what the actors hold: {', '.join(found[:4])}")
 
 
 if __name__ == "__main__":

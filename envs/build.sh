@@ -3,9 +3,9 @@
 #
 # The core goes to .venv, the rest to .venvs/<name>. An environment is rebuilt when its requirement
 # file changes (a stamp holds its hash), so calling this before every run costs nothing.
-# Real components do not agree on one transformers version, hence one environment for each. verl's is a thin layer over
-# vllm's; verl-sglang's (verl with Megatron actors and SGLang) and miles's are layers over sglang's and trainer's. Those below
-# are built first and stay as they are.
+# Real components do not agree on one transformers version, hence one environment for each. verl's are thin layers over an
+# engine's and trainer's (which has Megatron): verl over vllm's, verl-sglang over sglang's; miles's over trainer's and sglang's.
+# Those below are built first and stay as they are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 name=${1:?usage: envs/build.sh core|trainer|sglang|vllm|verl|verl-sglang|miles}
@@ -19,8 +19,8 @@ recipe=2 # raise this when the commands below change, so that environments are r
 hash() { cat "$@" | sha256sum | cut -d' ' -f1; }
 base=() parts=("envs/$name.txt")
 case $name in
-  verl) base=(vllm) ;;
-  verl-sglang) base=(sglang trainer) parts+=(envs/verl.txt) ;; # of two versions of one package the first one's is found
+  verl) base=(vllm trainer) parts+=(envs/verl-megatron.txt) ;; # of two versions of one package the first one's is found
+  verl-sglang) base=(sglang trainer) parts=(envs/verl.txt envs/verl-megatron.txt) ;;
   miles) base=(trainer sglang) ;;
 esac
 want_parts="$recipe $(hash envs/constraints.txt "${parts[@]}")"

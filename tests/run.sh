@@ -1,24 +1,30 @@
 #!/usr/bin/env bash
 # Run the tests, each area with the interpreter of its real component: tests/run.sh [area ...]
-# Areas: core trainer sglang vllm exact miles verl verl-sglang e2e. All by default. Two lanes run side by side, for most tests keep
-# one core busy; miles, verl and the end-to-end jobs start many processes and come last, alone. What an area prints is shown when
-# it is done. Areas given by name run one after another, printing as they go.
+# Areas: core trainer sglang vllm exact miles verl verl-sglang e2e, all by default; by name only: verl-layouts (further layouts of
+# verl's actors and engines, a job of a minute for each). Two lanes run side by side, for most tests keep one core busy; miles, verl
+# and the end-to-end jobs start many processes and come last, alone. What an area prints is shown when it is done. Areas given by
+# name run one after another, printing as they go.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 area() {
-  local env=$1 python=.venvs/$1/bin/python paths=("tests/$1") needed
+  local env envs=("$1") python paths=("tests/$1") needed rc=0
   case $1 in
-    core) python=.venv/bin/python paths=(tests/{layout,plan,device,quant,delta,transport,session,sim,simulate,config,observe,commands,recipes,repo}) ;;
+    core) paths=(tests/{layout,plan,device,quant,delta,transport,session,sim,simulate,config,observe,commands,recipes,repo}) ;;
     trainer | sglang | vllm | miles | verl) ;;
-    verl-sglang) paths=(tests/verl) ;; # with Megatron actors
-    exact | e2e) env=core python=.venv/bin/python ;;
-    *) echo "tests/run.sh: no area '$1'; there are: core trainer sglang vllm exact miles verl verl-sglang e2e" >&2; return 2 ;;
+    verl-sglang) paths=(tests/verl) ;;
+    verl-layouts) envs=(verl verl-sglang) paths=(tests/verl/layouts.py) ;;
+    exact | e2e) envs=(core) ;;
+    *) echo "tests/run.sh: no area '$1'; there are: core trainer sglang vllm exact miles verl verl-sglang verl-layouts e2e" >&2; return 2 ;;
   esac
   echo "== $1"
-  envs/build.sh "$env" || return 1
   if [ "$1" = exact ] || [ "$1" = e2e ]; then for needed in trainer sglang vllm; do envs/build.sh $needed || return 1; done; fi
-  "$python" -m pytest -q -p no:cacheprovider "${paths[@]}" || { echo "FAILED area: $1" >&2; return 1; }
+  for env in "${envs[@]}"; do
+    envs/build.sh "$env" || return 1
+    python=.venvs/$env/bin/python; [ "$env" = core ] && python=.venv/bin/python
+    "$python" -m pytest -q -p no:cacheprovider "${paths[@]}" || { echo "FAILED area: $1 ($env)" >&2; rc=1; }
+  done
+  return $rc
 }
 
 lane() {  # its areas one after another, each with its output in one piece

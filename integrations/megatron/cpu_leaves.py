@@ -8,6 +8,7 @@ are those of a correct model, not bit for bit those of TE's kernels. Only cpu.in
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -174,7 +175,10 @@ class TERowParallelGroupedLinear(_GroupedLinear):
 
 
 class TEDotProductAttention(DotProductAttention):
-    """mcore's own attention; MLA passes separate key and value widths."""
+    """mcore's own attention; MLA passes separate key and value widths.
+
+    Context parallelism is Transformer Engine's own to compute, and changes no weight: such a model can be built here, not run.
+    """
 
     def __init__(
         self,
@@ -185,9 +189,19 @@ class TEDotProductAttention(DotProductAttention):
         num_splits: int | None = None,
         **kwargs: Any,
     ) -> None:
+        cut = config.context_parallel_size > 1
+        if cut:
+            config = copy.copy(config)
+            config.context_parallel_size = 1
         super().__init__(config, *args, **kwargs)
+        self._cut = cut
         if v_channels:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._cut:
+            raise RuntimeError("context-parallel attention needs Transformer Engine: without it this model has weights only")
+        return super().forward(*args, **kwargs)
 
 
 class CpuSpecProvider(backends.LocalSpecProvider):

@@ -14,6 +14,7 @@ from typing import Any
 
 from weight_sync.config import strategies, sync_from
 from weight_sync.errors import ConfigError
+from weight_sync_integrations.verl import seams
 from weight_sync_integrations.verl.plugin import BACKEND
 
 MODULE = "weight_sync_integrations.verl.backend"
@@ -44,6 +45,7 @@ def check(config: Any) -> None:
             f"+weight_sync={conf.strategy} and {_ENGINE}.backend={backend}: another override has taken the backend back; "
             "remove it"
         )
+    seams.require(_get(config, f"{_ROLLOUT}.name"), _get(config, "actor_rollout_ref.actor.strategy"))
     if conf.failure.on_suspect.value == "drop":
         raise ConfigError(
             "weight_sync.failure.on_suspect=drop: verl resumes every replica, also one that was left out; use keep"

@@ -9,12 +9,19 @@ FSDP1's check that parameters are on a GPU before rank 0's values are broadcast:
 AsyncLLM.pause_generation(wait_for_inflight_requests=...): verl 0.9.1 was written for vLLM 0.24; 0.32, which runs beside
 the CPU trainer here, has the same under another name.
 
+Megatron is hidden, as if it were not installed, unless cpu_megatron.py is loaded too: verl imports it for whatever engine is
+used, which without a GPU takes seconds, fails half-way and leaves its ways of pickling tensors behind.
+
 dataclasses.fields(ServerArgs): verl 0.9.1 was written for SGLang 0.5.12; in 0.5.23 that is an ordinary class.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
+import os
+import sys
+from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -110,6 +117,16 @@ class PlatformCPU(PlatformBase):
 
     def cudart(self) -> Any:
         return None
+
+
+class _NoMegatron(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == "megatron":
+            raise ModuleNotFoundError(f"{__name__} hides Megatron; load {__name__}_megatron as well to use it", name=fullname)
+
+
+if f"{__name__}_megatron" not in os.environ.get("VERL_USE_EXTERNAL_MODULES", "") and "megatron" not in sys.modules:
+    sys.meta_path.insert(0, _NoMegatron())
 
 
 @when_imported("vllm.v1.engine.async_llm")

@@ -1,4 +1,4 @@
-"""These tests need an environment that verl is installed in, beside vLLM or SGLang and Megatron; they import it with the CPU
+"""These tests need an environment that verl is installed in, beside Megatron and vLLM or SGLang; they import it with the CPU
 platform."""
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import pytest
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    wanted = {"test_compose.py": "vllm", "test_megatron.py": "sglang"}  # configs are the same in both environments
+    # verl's configs and code are the same in both environments
+    wanted = {"test_compose.py": "vllm", "test_seams.py": "vllm", "test_megatron.py": "sglang"}
     missing = [name for name in ("verl", wanted.get(collection_path.name)) if name and importlib.util.find_spec(name) is None]
     return True if missing else None
 

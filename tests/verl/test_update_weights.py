@@ -1,9 +1,11 @@
-"""verl's own CheckpointEngineManager, CheckpointEngineWorker and ActorRolloutRefWorker on Ray with our backend, by environment:
+"""verl's own CheckpointEngineManager, CheckpointEngineWorker and ActorRolloutRefWorker on Ray with our backend.
 
-    verl          two FSDP2 actor ranks with float32 masters (verl's default), a real vLLM server in bfloat16
-    verl-sglang   two Megatron ranks (experts over both, dense weights cut by tp2) in bfloat16, a real SGLang server
+In the environment verl real vLLM servers, in verl-sglang real SGLang ones, both in bfloat16; in front of them by turns
 
-The tests share one job and run in file order; each is one or two calls of manager.update_weights.
+    fsdp2       two ranks with float32 masters, verl's default; with vLLM only, layouts.py has SGLang
+    megatron    two ranks in bfloat16, experts over both, dense weights cut by tp2
+
+The tests of one pair share one job and run in file order; each is one or two calls of manager.update_weights.
 
 Expected weights are verl's own export of whole tensors, joined as the engine joins them; live ones are read by a function that
 runs in the engine's worker. Neither uses code of ours.
@@ -21,11 +23,14 @@ import pytest
 import ray
 import torch
 
-from benchmarks.verl_rig import Rig, cpu_overrides, make_model, role_of, rollouts, started
+from benchmarks.verl_inside import break_next_write, role_of
+from benchmarks.verl_rig import Rig, cpu_overrides, make_model, rollouts, started
 
-VLLM = rollouts() == ["vllm"]
-only_with_vllm = pytest.mark.skipif(not VLLM, reason="run with vLLM and FSDP2, in the environment verl")
-# Seven processes import torch, verl or vLLM; the first test waits for that.
+KIND = rollouts()[0]
+ACTORS = {"vllm": ["fsdp2", "megatron"], "sglang": ["megatron"]}[KIND]
+every = pytest.mark.parametrize("rig", ACTORS, indirect=True)
+only_fsdp2 = pytest.mark.parametrize("rig", [name for name in ACTORS if name == "fsdp2"], indirect=True)
+# Seven processes import torch, verl or the engine; the first test of each pair waits for that.
 pytestmark = pytest.mark.timeout(900)
 # verl installs a package `tests` of its own, under which workers would look for the functions that are sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -33,47 +38,18 @@ PROMPT = list(range(3, 60))  # longer than a block of KV
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder, overrides = tmp_path_factory.mktemp("model"), ["+weight_sync=p2p_tcp"]
-    if VLLM:
-        model = make_model(folder, num_hidden_layers=2)
-        overrides += cpu_overrides(model, dtype="bfloat16")
+    if request.param == "fsdp2":
+        overrides += cpu_overrides(make_model(folder, num_hidden_layers=2), dtype="bfloat16", kind=KIND)
     else:
         # 320 rows: what Megatron-LM would pad to 512, and verl's bridge does not.
         model = make_model(folder, kind="qwen3_moe", num_hidden_layers=2, vocab_size=320)
-        overrides += cpu_overrides(model, dtype="bfloat16", actor="megatron", kind="sglang")
+        overrides += cpu_overrides(model, dtype="bfloat16", actor="megatron", kind=KIND)
         sizes = {"tensor_model": 2, "expert_model": 2, "expert_tensor": 1}
         overrides += [f"actor_rollout_ref.actor.megatron.{key}_parallel_size={size}" for key, size in sizes.items()]
     with started(overrides) as running:
         yield running
-
-
-def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """q, k, v in one tensor, gate and up in another, experts stacked, as both engines keep them on one rank."""
-    result = dict(tensors)
-    for first in [name for name in tensors if ".experts.0.gate_proj." in name]:
-        begin = first.partition("0.gate_proj")[0]
-        count = sum(name.startswith(begin) and ".gate_proj." in name for name in tensors)
-        gate, up, down = (
-            [result.pop(f"{begin}{expert}.{part}_proj.weight") for expert in range(count)] for part in ("gate", "up", "down")
-        )
-        result[f"{begin}w13_weight"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
-        result[f"{begin}w2_weight"] = torch.stack(down)
-    for name in [name for name in tensors if name in result]:
-        for first, parts, whole in (
-            ("q_proj", ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-            ("gate_proj", ("gate_proj", "up_proj"), "gate_up_proj"),
-        ):
-            if f".{first}." in name:
-                result[name.replace(first, whole)] = torch.cat([result.pop(name.replace(first, part)) for part in parts])
-    return result
-
-
-def differing(rig: Rig) -> list[str]:
-    (live,), expected = rig.live(), joined(rig.expected())
-    assert live.keys() == expected.keys()
-    assert {tensor.dtype for tensor in expected.values()} == {torch.float32 if VLLM else torch.bfloat16}
-    return [name for name in expected if not torch.equal(live[name], expected[name].to(torch.bfloat16))]
 
 
 def on_actor(rig: Rig, rank: int, call: Any, *arguments: Any) -> Any:
@@ -87,10 +63,13 @@ def epochs(worker: Any) -> tuple[Any, Any]:
     return made._connection.epochs, made._trainer_epochs
 
 
+@every
 def test_every_actor_rank_writes_its_shards_into_live_weights_and_verl_gets_its_metrics(rig: Rig) -> None:
     rig.change(1)
     metrics = rig.manager.update_weights(1)
-    assert differing(rig) == []
+    assert rig.differing() == []
+    held = torch.float32 if rig.config.actor_rollout_ref.actor.strategy == "fsdp2" else torch.bfloat16
+    assert {tensor.dtype for tensor in rig.expected().values()} == {held}
     assert metrics["weight_sync/version"] == 1
     assert metrics["weight_sync/committed"] == metrics["weight_sync/verified"] == 1
     assert metrics["weight_sync/gathered_bytes"] == metrics["weight_sync/stepped_down"] == 0
@@ -104,28 +83,13 @@ def test_every_actor_rank_writes_its_shards_into_live_weights_and_verl_gets_its_
     assert rig.generate(PROMPT, 4).extra_fields["global_steps"] == 1
 
 
-def break_next_write(worker: Any) -> None:
-    """The bytes arrive, then the transport says that they did not; Mooncake does that."""
-    from weight_sync.errors import TransportError
-    from weight_sync_integrations.verl.actor import side
-
-    transport = side().agent._transport
-    assert transport is not None
-    wait = transport.wait
-
-    def fail(ticket: Any, deadline: Any) -> None:
-        wait(ticket, deadline)
-        raise TransportError("cable pulled", endpoint="e", tensor="t", byte_range=(0, 1), code="injected")
-
-    transport.wait = fail  # type: ignore[method-assign]
-
-
 @pytest.fixture(scope="module")
-def waiting() -> list[Any]:
+def waiting(rig: Rig) -> list[Any]:
     """A request that came while the servers stood; filled by the next test."""
     return []
 
 
+@every
 def test_a_sync_that_fails_reaches_the_driver_and_nothing_is_resumed(rig: Rig, waiting: list[Any]) -> None:
     on_actor(rig, 1, break_next_write)
     rig.change(2)
@@ -144,11 +108,12 @@ def test_a_sync_that_fails_reaches_the_driver_and_nothing_is_resumed(rig: Rig, w
     assert ray.wait(waiting, timeout=1)[0] == []
 
 
+@every
 def test_the_next_sync_works_and_serves_what_has_waited_with_the_new_weights_only(rig: Rig, waiting: list[Any]) -> None:
     rig.change(3)
     metrics = rig.manager.update_weights(3)
     assert metrics["weight_sync/version"] == 3
-    assert differing(rig) == []
+    assert rig.differing() == []
     answer = ray.get(waiting[0], timeout=60)
     assert answer.extra_fields["global_steps"] == 3
     assert answer.extra_fields.get("num_cached_tokens", 0) == 0  # the KV of version 1 is gone; SGLang's server does not tell
@@ -167,7 +132,7 @@ def move_actor(worker: Any) -> None:
         parameter._local_tensor = parameter._local_tensor.clone()
 
 
-@only_with_vllm
+@only_fsdp2
 def test_addresses_that_have_gone_stale_on_either_side_are_published_anew_by_epoch(rig: Rig) -> None:
     before = on_actor(rig, 0, epochs)
     rig.manager.update_weights(4)
@@ -176,17 +141,17 @@ def test_addresses_that_have_gone_stale_on_either_side_are_published_anew_by_epo
     on_actor(rig, 1, move_actor)
     rig.change(5)
     rig.manager.update_weights(5)
-    assert differing(rig) == []
+    assert rig.differing() == []
     engine, actor = on_actor(rig, 0, epochs)
     assert engine != before[0]
     assert (actor[0] == before[1][0], actor[1] == before[1][1]) == (True, False)
 
 
-@only_with_vllm
+@only_fsdp2
 def test_a_step_that_comes_again_is_sent_again_as_a_version_of_its_own(rig: Rig) -> None:
     rig.change(6)
     assert rig.manager.update_weights(5)["weight_sync/version"] == 6
-    assert differing(rig) == []
+    assert rig.differing() == []
     assert rig.generate(PROMPT, 1).extra_fields["global_steps"] == 5
 
 
@@ -205,7 +170,7 @@ def start_again(rig: Rig, fallback: str | None) -> None:
     ray.get([worker.__ray_call__.remote(declare_wrongly, fallback) for worker in workers], timeout=60)
 
 
-@only_with_vllm
+@only_fsdp2
 def test_a_layout_that_does_not_allow_it_is_an_error_before_a_byte_is_written(rig: Rig) -> None:
     start_again(rig, None)
     (before,) = rig.live()
@@ -216,7 +181,7 @@ def test_a_layout_that_does_not_allow_it_is_an_error_before_a_byte_is_written(ri
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@only_with_vllm
+@only_fsdp2
 def test_with_a_backend_named_the_job_steps_down_to_it_and_says_why(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """verl's own Mooncake engine on the CPU: whole tensors from rank 0, then verl's bucketed load."""
     start_again(rig, "mooncake")
@@ -226,5 +191,5 @@ def test_with_a_backend_named_the_job_steps_down_to_it_and_says_why(rig: Rig, ca
     assert metrics == {"weight_sync/stepped_down": 1}
     assert "stepping down from shard to shard to verl's backend mooncake: " in caplog.text
     assert "q_norm" in caplog.text or "qwen2" in caplog.text
-    assert differing(rig) == []
+    assert rig.differing() == []
     assert rig.generate(PROMPT, 1).extra_fields["global_steps"] == 8

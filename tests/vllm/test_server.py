@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,19 @@ import numpy as np
 import pytest
 import xxhash
 
+from tests.own_loader_support import trainer_ranks
 from tests.vllm.conftest import NEW_TOKENS, PROMPTS, greedy_transformers
 from tests.vllm.test_live_weights import Layout, hand_slices, read_checkpoint
+from weight_sync.config import engine_yaml, family_for, family_yaml
 from weight_sync.errors import BindError, RolloutError, SessionError
 from weight_sync.ids import Deadline
+from weight_sync.session.connect import SyncSpec
 from weight_sync.session.contracts import Receipt
+from weight_sync.session.inprocess import InProcessTrainers
+from weight_sync.session.inputs import Declared
+from weight_sync.session.landing import Landing, To
+from weight_sync.session.session import Timeouts, WeightSync
+from weight_sync.session.source import SourceAgent
 from weight_sync.transport import registry
 from weight_sync.transport.base import Batch, Endpoint, Region
 from weight_sync_integrations.server import Server
@@ -308,3 +317,27 @@ def test_an_incomplete_checkpoint_folder_is_refused_by_name_and_the_engine_stays
     bindings = begun(engine, "repair", 10)
     assert write(folders[0], bindings) == engine.verify("repair", soon())
     engine.resume(engine.finish("repair", 10, "d", soon()), soon())
+
+
+def test_weights_that_vllms_own_loader_places_over_http_give_the_tokens_of_the_checkpoint(
+    engine: VllmEngine, folders: list[Path], references: Any
+) -> None:
+    before = generated(engine)
+    assert before == references[0]
+    config = json.loads((folders[0] / "config.json").read_text())
+    convention = engine_yaml("vllm")
+    dims = {"tp": 2, "moe_ep": 2, "remainder": convention["remainder"]}
+    rollout = Declared(family_yaml(family_for(config)), config, dims, convention)
+    agents = [SourceAgent(rank, partial(registry.create, "cma", any_tracer=True)) for rank in trainer_ranks(folders[1])]
+    spec = SyncSpec(None, rollout, landing=Landing(To.LOADER, 800_000))
+    limits = Timeouts(connect=90, sync=90, abort=60)
+    sync = WeightSync(InProcessTrainers(agents), [engine], spec, pause="keep", timeouts=limits)
+
+    connection = sync.connect()
+    assert len(connection.schedule.waves) > 1
+    assert generated(engine) == before, "connecting changed what the engine says"
+    sync.sync(50)
+    assert generated(engine) == references[1]
+    sync.check_weight_equal(51)
+    assert generated(engine) == references[1]
+    assert engine.version(soon()) == 51
