@@ -9,7 +9,8 @@ tensors that the engine reads, whose addresses stay.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import types
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -31,6 +32,8 @@ CONSTANT = "weight_shape"
 
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, Enum, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, OrderedDict, list, set)
+_NAMED = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+GONE = "(not there)"
 Contents = list[tuple[Any, Any]]
 """(object, a copy of what is in it): a container and its items, or any other object and its attributes."""
 
@@ -64,36 +67,46 @@ def _is_holder(value: Any) -> bool:
 
 
 def marks(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Numbers, flags and texts in what contents() finds, and in attributes of the parameters, by their way from the module; and
-    objects of other packages, into which nobody looks (functions are not among them: walk() goes into those)."""
+    """Numbers, flags and texts in what contents() finds, and in attributes of the tensors, by their (shortest) way from the
+    module, with the names of functions and classes; and objects of other packages, into which nobody looks."""
     found: dict[str, Any] = {}
     opaque: dict[str, Any] = {}
     seen: set[int] = set()
-    waiting: list[tuple[str, Any]] = [("", module)]
+    waiting: deque[tuple[str, Any]] = deque([("", module)])
     while waiting:
-        path, value = waiting.pop()
+        path, value = waiting.popleft()
         if isinstance(value, _PLAIN):
             found[path] = value
             continue
         if isinstance(value, tuple):
             waiting += [(f"{path}.{i}", each) for i, each in enumerate(value)]
             continue
-        parameter = isinstance(value, torch.nn.Parameter)
-        if not (value is module or parameter or _is_holder(value)):
+        if isinstance(value, _NAMED):
+            found[path] = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+        tensor = isinstance(value, torch.Tensor)
+        if not (value is module or tensor or _is_holder(value)):
             if type(value).__module__.split(".")[0] not in (*PACKAGES, "builtins", "functools") and not isinstance(
-                value, torch.nn.Module | torch.Tensor | type
+                value, torch.nn.Module | type
             ):
                 opaque[path] = value
             continue
         if id(value) in seen:
             continue
         seen.add(id(value))
+        if path and not tensor:
+            found[f"{path} is a"] = type(value).__qualname__
         inside = value if type(value) in _CONTAINERS else vars(value)
         items = inside.items() if isinstance(inside, dict) else enumerate(inside) if isinstance(inside, list) else ()
-        if parameter:
+        if tensor:
             items = [(key, each) for key, each in items if isinstance(each, _PLAIN)]
         waiting += [(f"{path}.{key}".removeprefix("."), each) for key, each in items]
     return found, opaque
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Of marks: those that are new or have another value, and GONE for those that are there no more."""
+    found = {name: value for name, value in after.items() if name not in before or _differ(before[name], value)}
+    return found | dict.fromkeys(before.keys() - after.keys(), GONE)
 
 
 def put(saved: Contents, stands_for: Mapping[int, Any] | None = None) -> None:
@@ -112,7 +125,8 @@ def put(saved: Contents, stands_for: Mapping[int, Any] | None = None) -> None:
 
 @dataclass(eq=False)
 class Template:
-    """A tensor as it was constructed. values: its elements, of a small one. same: how many the checkpoint left as they were."""
+    """A tensor as it was constructed. values: its elements, of a small one. same: how many the checkpoint left as they were.
+    filled: whether the checkpoint has changed its first SMALL bytes."""
 
     kind: type
     attributes: dict[str, Any]
@@ -122,6 +136,7 @@ class Template:
     device: torch.device
     values: torch.Tensor | None
     same: int = 0
+    filled: bool = True
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Template:
@@ -143,8 +158,9 @@ class Template:
 class Built:
     """One module, remembered before load_weights: Built(), then note_loaded(), then remade(). path: its name in the model.
 
-    parameters: by their names in the module. problem: why it cannot be given back what it was, or "". made: tensors that
-    post-processing made or replaced, by name in the module.
+    parameters: by their names in the module. problem: why it cannot be given back what it was, or "". changed: post-processing
+    has changed a tensor of it. made: tensors that it made or replaced, by name in the module. marked: what it made of marks, of
+    a module that holds weights; they may tell something of the values, also where no tensor was changed.
     """
 
     def __init__(self, path: str, module: torch.nn.Module) -> None:
@@ -154,13 +170,17 @@ class Built:
             self.problem = f"{path}: {listed(lazy)} is made while the checkpoint is loaded, not before"
             own.clear()
         self.parameters = {leaf: Template.of(parameter) for leaf, parameter in own.items()}
+        self.changed = False
         self.made: frozenset[str] = frozenset()
+        self.marked: dict[str, Any] = {}
         # No tensor is kept that post-processing is to replace: its memory must be free for the next module's.
         self._loaded = {leaf: ref(parameter) for leaf, parameter in own.items()}
         self._addresses = {leaf: parameter.data_ptr() for leaf, parameter in own.items()}
         stands = {id(parameter): self.parameters[leaf] for leaf, parameter in own.items()}
         self.before = [(holder, _replaced(inside, stands)) for holder, inside in contents(module)]
         self._prints: dict[str, tuple[Any, int]] = {}
+        self._marks: dict[str, Any] = {}
+        self._heads = {leaf: head(parameter).clone() for leaf, parameter in own.items()}
 
     def note_loaded(self) -> None:
         """load_weights has returned: what it did not fill, and whether it kept to the tensors that there were."""
@@ -168,27 +188,36 @@ class Built:
             now = self.module._parameters.get(leaf)
             if now is None or now is not self._loaded[leaf]() or now.data_ptr() != self._addresses[leaf]:
                 self.problem = self.problem or f"{self.path}.{leaf} is made while the checkpoint is loaded, not before"
-            elif leaf.endswith(CONSTANT):
+                continue
+            template.filled = now.is_meta or not torch.equal(self._heads[leaf], head(now))
+            if leaf.endswith(CONSTANT):
                 template.values, template.same = now.detach().clone(), now.numel()
             elif template.values is not None:
                 template.same = int((bits(template.values) == bits(now)).sum())
         found = [f for f in walk(self.module) if not is_cache_scale(self.module, f.attribute)]
         self._prints = {f.name: (place(f.tensor), 0 if f.kind == "parameter" else fingerprint(f.tensor)) for f in found}
+        self._marks = marks(self.module)[0]
 
     def remade(self) -> bool:
-        """Post-processing has run: whether a parameter became another object, or any tensor another one."""
+        """Post-processing has run: whether a parameter became another object, or any tensor another one or was changed."""
         now = {leaf: p for leaf, p in self.module._parameters.items() if p is not None}
         names = {leaf for leaf in self._loaded.keys() | now.keys() if not is_cache_scale(self.module, leaf)}
+        if names:
+            self.marked = changes(self._marks, marks(self.module)[0])
         replaced = any(leaf not in now or leaf not in self._loaded or now[leaf] is not self._loaded[leaf]() for leaf in names)
         found = [f for f in walk(self.module) if not is_cache_scale(self.module, f.attribute)]
         self.made = frozenset(f.name for f in found if self._prints.get(f.name, ((), 0))[0] != place(f.tensor))
         for f in found:
             if f.kind != "parameter" and f.name not in self.made and self._prints[f.name][1] != fingerprint(f.tensor):
                 self.problem = self.problem or f"{self.path}.{f.name} was changed where it is by post-processing"
+                self.changed = bool(names)
         gone = bool(self._prints.keys() - {f.name for f in found})
         self._keep({id(f.tensor) for f in found})
         self._prints.clear()
-        return replaced or gone or bool(self.made)
+        self._marks.clear()
+        self._heads.clear()
+        self.changed = self.changed or replaced or gone or bool(self.made)
+        return self.changed
 
     def _keep(self, alive: set[int]) -> None:
         """Keep of other tensors that were in the module those that still are, and small ones."""
@@ -229,6 +258,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(whole[tensor.itemsize])
 
 
+def head(tensor: torch.Tensor) -> torch.Tensor:
+    """The first bytes in memory, no more than SMALL."""
+    held = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
+    return tensor.detach().as_strided((min(tensor.numel(), held, SMALL // tensor.itemsize),), (1,)).view(torch.uint8)
+
+
 def unshared(modules: Iterable[Built]) -> dict[int, list[Any]]:
     """For each module, by id: the objects that no other of them holds, now or before post-processing."""
     each = {}
@@ -252,7 +287,6 @@ class Opened:
         self._live = [(holder, inside) for holder, inside in now if id(holder) in mine]
         self._shared = [(holder, inside) for holder, inside in now if id(holder) not in mine]
         self._tensors = {found.name: found for found in walk(built.module)}
-        self._marks = marks(built.module)[0]
         before = [(holder, inside) for holder, inside in built.before if id(holder) in mine]
         made: dict[int, Any] = {}
         for _, inside in before:
@@ -279,22 +313,27 @@ class Opened:
         not fit; then, as after any error of SGLang's, no byte of this module was written.
         """
         module = self.built.module
-        before, foreign = marks(module)
         try:
+            before, foreign = marks(module)
             module.quant_method.process_weights_after_loading(module)
             made = {found.name: found.tensor for found in walk(module)}
             after, opaque = marks(module)
         finally:
             self.close()
-        after = {name: value for name, value in after.items() if name not in before or _differ(before[name], value)}
-        problems = [*self._lasting(), *self._unequal(made), *self._pointing(made, after)]
+        marked = changes(before, after)
+        problems = [*self._lasting(), *self._unequal(made), *self._pointing(made, marked)]
         problems += [
             f"{self.built.path}.{name}: a {type(value).__name__} of {type(value).__module__} is made, nobody can look into it"
             for name, value in opaque.items()
             if foreign.get(name) is not value
         ]
         if write:
-            problems += self._marked(after)
+            first = self.built.marked
+            problems += [
+                f"{self.built.path}.{name} was {was!r} and is {now!r} with these weights"
+                for name in sorted(first.keys() | marked.keys())
+                if _differ(was := first.get(name, before.get(name, GONE)), now := after.get(name, GONE))
+            ]
         if problems:
             kind = VerifyError if write else BindError
             raise kind(f"SGLang's post-processing does not make what the engine reads: {listed(problems)}")
@@ -342,13 +381,6 @@ class Opened:
         for name, value in marked.items():
             if isinstance(value, int) and any(low <= value < high for low, high in spans):
                 yield f"{self.built.path}.{name} is the address of a tensor"
-
-    def _marked(self, after: Mapping[str, Any]) -> Iterator[str]:
-        """Numbers and flags outside of tensors that came out otherwise than the engine has them."""
-        for name, value in after.items():
-            was = self._marks.get(name, value)
-            if _differ(was, value):
-                yield f"{self.built.path}.{name} was {was!r} and is {value!r} with these weights"
 
 
 def _differ(one: Any, other: Any) -> bool:

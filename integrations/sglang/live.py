@@ -69,15 +69,15 @@ def _observed(original: Callable[..., Any], model: Any, weights: Any, target_dev
         else:
             model.load_weights = own
     _REASONS[model] = reasons = changed(loaded, dict(_parameters(model)))
-    _BUILT[model] = (
-        torch.get_default_dtype(),
-        [one for one in built if one.remade() or any(f"{one.path}.{leaf}" in reasons for leaf in one.parameters)],
-    )
+    for one in built:
+        one.remade()
+        one.changed = one.changed or any(f"{one.path}.{leaf}" in reasons for leaf in one.parameters)
+    _BUILT[model] = torch.get_default_dtype(), [one for one in built if one.changed or one.marked]
     return answer
 
 
 def remembered(model: torch.nn.Module) -> tuple[torch.dtype, list[Built]]:
-    """The default dtype while the model was loaded, and the layers that post-processing has changed, as they were before."""
+    """The default dtype while the model was loaded, and the layers that post-processing has changed or marked, as they were."""
     return _BUILT[model]
 
 

@@ -3,10 +3,10 @@
 SGLang's update of weights undoes what it has packed where a layer knows how (/begin_weight_update), and post-processes every
 layer (/end_weight_update): a weight that was transposed is transposed once more. So neither is called. For each wave:
 
-    open         the layers that post-processing changes and that a tensor of this wave belongs to have the parameters that a
-                 checkpoint fills (built.py)
+    open         the layers that post-processing changes or marks and that a tensor of this wave belongs to have the parameters
+                 that a checkpoint fills (built.py)
     load         model.load_weights of the wave: into them, and right into the live parameters of all other layers; MLA absorbs
-                 kv_b_proj there, as when the server started
+                 kv_b_proj of the wave's layers there, as when the server started
     postprocess  each layer of which all tensors have come runs its own quant_method.process_weights_after_loading; what comes
                  out is copied into the tensors that the engine reads, whose addresses stay, and the layer has those again
 
@@ -17,8 +17,9 @@ this rank) until they are complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -48,6 +49,12 @@ class SglangLoader:
         self._model, self._where, self._captured = model, where, captured
         self._published = Published(quantization)
         self._dtype, self._built = live.remembered(model)
+        derive = getattr(model, _POST, None)
+        if self._built and derive is not None and "weight_names" not in signature(derive).parameters:
+            raise BindError(
+                f"{where}: {_POST} of {type(model).__name__} cannot be told of which HF tensors, and would derive from "
+                "layers that are post-processed"
+            )
         self._own = unshared(self._built)
         self._opened: dict[str, Opened] = {}
         self._needs: dict[str, set[str]] = {}
@@ -71,6 +78,8 @@ class SglangLoader:
         for name, params in self._rehearsed.params.items():
             for path in {param.rpartition(".")[0] for param in params} & paths:
                 self._needs[path].add(name)
+        # A flag of a layer into which nothing is loaded (a scale of the KV cache, say) tells nothing of what is loaded.
+        self._built = [built for built in self._built if built.changed or self._needs[built.path]]
         self._made = {}
         for built in self._built:
             self._rehearse(built)
@@ -88,11 +97,12 @@ class SglangLoader:
         }
         policy = Policy(known.RULES, declare={**declare, **classes}, recomputes=_RECOMPUTES, captured=self._captured)
         weights = known.live_tensors([("target", self._model)])
-        self._inventory = Inventory(self._find, weights.values(), policy, self._where)
-        self._inventory.require_all()
-        self._inventory.seal()
+        inventory = Inventory(self._find, weights.values(), policy, self._where)
+        inventory.require_all()
+        inventory.seal()
+        self._inventory = inventory
         self._places = {name: place(tensor) for name, tensor in weights.items()}
-        return self._inventory
+        return inventory
 
     def feed(self, staged: Mapping[str, torch.Tensor], first: bool, last: bool) -> None:
         """One wave. Raises RolloutError when SGLang's loader fails, VerifyError when it has not used what it was given."""
@@ -124,7 +134,7 @@ class SglangLoader:
             if built.path not in self._opened and self._needs[built.path] & staged.keys():
                 self._opened[built.path] = Opened(built, self._own[id(built)])
         taken: list[str] = []
-        with _as_loading(self._model, self._dtype), reads, run_inline():
+        with _as_loading(self._model, self._dtype), _absorbing(self._model, staged), reads, run_inline():
             self._model.load_weights(given({n: t.view(self._published.shape(n, t.shape)) for n, t in staged.items()}, taken))
         if missed := sorted(set(staged) - set(taken)):
             raise VerifyError(f"{self._where}: SGLang's loader stopped before it had asked for {listed(missed)}")
@@ -209,8 +219,8 @@ class SglangLoader:
 def rehearse(model: torch.nn.Module, specs: Mapping[str, tuple[Sequence[int], torch.dtype]], published: Published) -> Recording:
     """What load_weights does with these HF tensors, on parameters as they were before post-processing. Nothing changes.
 
-    uncovered is of what a checkpoint has to fill: not of parameters that post-processing leaves empty, and not of small ones
-    that the checkpoint from which the server started did not fill either.
+    uncovered is of what a checkpoint has to fill: not of what the checkpoint from which the server started did not fill either,
+    of small parameters and of those that post-processing leaves empty or removes.
     """
     dtype, remembered = live.remembered(model)
     own = unshared(remembered)
@@ -222,12 +232,42 @@ def rehearse(model: torch.nn.Module, specs: Mapping[str, tuple[Sequence[int], to
         recording = published.planned(record(model, shapes, known.loader(model)), {n: shape for n, (shape, _) in specs.items()})
     weights = known.live_tensors([("target", model)]).keys()
     templates = {f"{built.path}.{leaf}": template for built in remembered for leaf, template in built.parameters.items()}
-    recording.uncovered = {
-        name: count
-        for name, count in recording.uncovered.items()
-        if name in weights and not ((t := templates.get(name)) and t.values is not None and t.same >= count)
-    }
+
+    def to_fill(name: str, count: int) -> bool:
+        template = templates.get(name)
+        if template is None:
+            return name in weights
+        return (name in weights or template.filled) and (template.values is None or template.same < count)
+
+    recording.uncovered = {name: count for name, count in recording.uncovered.items() if to_fill(name, count)}
     return recording
+
+
+@contextmanager
+def _absorbing(model: torch.nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """What load_weights derives at its end (MLA's w_kc and w_vc) is derived from these HF tensors only.
+
+    Glm4MoeLite does so for every layer, whatever it was given. But in the layers of other waves, what it would derive from is
+    post-processed, or of the version before.
+    """
+    own, derive = vars(model).get(_POST), getattr(model, _POST, None)
+    if derive is None:
+        yield
+        return
+
+    def of_these(*args: Any, **kwargs: Any) -> Any:
+        call = signature(derive).bind(*args, **kwargs)
+        if call.arguments.get("weight_names") is None:
+            call.arguments["weight_names"] = list(names)
+        return derive(*call.args, **call.kwargs)
+
+    setattr(model, _POST, of_these)
+    try:
+        yield
+    finally:
+        vars(model).pop(_POST, None)
+        if own is not None:
+            setattr(model, _POST, own)
 
 
 @contextmanager
@@ -246,4 +286,5 @@ def _as_loading(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 _CACHE = "_cached_params_dict"
+_POST = "post_load_weights"
 _MARKABLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -58,6 +58,7 @@ class Worker:
         self._loader: Any = None
         self._endpoint = WorkerEndpoint(self._settings.token, self._settings.bind, self._serve_one)
         self._relaxed = scheduler.device == "cpu"
+        self._captured = self._addresses() if known.captures(scheduler) else {}
 
     def start(self) -> None:
         """Open the endpoint and announce it. The file appears complete or not at all."""
@@ -192,7 +193,6 @@ class Worker:
             raise BindError(f"{where}: {'; '.join(reasons)}")
         if payload.get("loader"):
             return self._bind_loader(payload)
-        self._loader = None
         stuck = known.not_writable(self._scheduler)
         if planned := sorted(stuck.keys() & set(payload["expected"])):
             raise BindError(f"{where}: nothing may be written into {listed(f'{name}: {stuck[name]}' for name in planned)}")
@@ -207,17 +207,31 @@ class Worker:
             self._planned = before
             raise
         inventory.seal()
-        self._inventory = inventory
+        self._inventory, self._loader = inventory, None
         return answer
 
     def _bind_loader(self, payload: dict[str, Any]) -> dict[str, Any]:
         """bind, where HF tensors are put beside the weights for SGLang's own loader, which then accounts for every tensor."""
         if reason := known.no_loader(self._scheduler):
             raise BindError(f"rollout rank {self._coords['rank']}: SGLang's own loader cannot take the weights: {reason}")
-        self._planned = None
-        answer = self.agent().call("bind", payload)  # makes self._loader, unless this very plan is bound already
+        now = self._addresses() if self._captured else {}
+        if moved := sorted(n for n in now.keys() | self._captured.keys() if now.get(n) != self._captured.get(n)):
+            raise BindError(
+                f"rollout rank {self._coords['rank']}: {listed(moved)}: no longer where CUDA graphs were captured when the "
+                "server started (an update of SGLang's own has post-processed them once more?); restart this server"
+            )
+        before, self._planned = self._planned, None
+        try:
+            answer = self.agent().call("bind", payload)  # makes self._loader, unless this very plan is bound already
+        except BaseException:
+            self._planned = before
+            raise
         self._inventory = self._loader.account(payload.get("declare", {}))
         return answer
+
+    def _addresses(self) -> dict[str, int]:
+        """Of the target's parameters and persistent buffers."""
+        return {n: t.data_ptr() for n, t in known.live_tensors(known.models_of(self._scheduler)[:1]).items()}
 
     def end(self, payload: dict[str, Any]) -> dict[str, Any]:
         """The session's bytes are verified: derived tensors are spoilt, so that the engine has to make them anew.

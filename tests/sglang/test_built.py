@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from weight_sync.errors import BindError, VerifyError
+from weight_sync_integrations.loader import Published
+from weight_sync_integrations.sglang import live
 from weight_sync_integrations.sglang.built import SMALL, Built, Opened, place, unshared, walk
+from weight_sync_integrations.sglang.loader import SglangLoader, rehearse
 
 SHARED: dict[str, Any] = {}
 
@@ -121,9 +124,20 @@ def drop(method: Any, layer: torch.nn.Module) -> None:
         del layer.workspace
 
 
+def exact(method: Any, layer: torch.nn.Module) -> None:
+    if float(layer.scale.max()) < 1e6:
+        method.exact = True
+
+
+def kernel(method: Any, layer: torch.nn.Module) -> None:
+    layer.kernel = point if float(layer.scale.max()) < 1e6 else drop
+
+
 @pytest.mark.parametrize(
     ("extra", "complaint"),
     [
+        (exact, r"a\.quant_method\.exact was True and is '\(not there\)' with these weights"),
+        (kernel, r"a\.kernel was '.*point' and is '.*drop' with these weights"),
         (grow, r"a\.weight: the engine reads float32 \[4, 6\].* made is float32 \[8, 6\]"),
         (flag, r"a\.quant_method\.largest was 23\.0 and is 23000000\.0 with these weights"),
         (drop, r"a\.workspace is not made"),
@@ -141,6 +155,105 @@ def test_what_comes_out_otherwise_with_other_weights_is_an_error_and_nothing_of_
         again.postprocess(write=True)
 
     assert {f.name: f.tensor.tolist() for f in walk(built.module)} == before
+
+
+class Flags:
+    """A quant_method that changes no tensor, but says of one what kind of numbers it holds (SGLang's power_of_two)."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.scale.power_of_two = bool((torch.frexp(layer.scale)[0] == 0.5).all())
+
+
+Flags.__module__ = "sglang.test"
+
+
+def test_a_layer_of_which_only_a_flag_tells_of_the_values_is_remembered_too() -> None:
+    layer = Layer()
+    layer.quant_method = Flags()
+    layer.scale.fill_(0.5)
+    built = Built("a", layer)
+    built.note_loaded()
+    layer.quant_method.process_weights_after_loading(layer)
+
+    assert not built.remade()
+    assert built.marked == {"_parameters.scale.power_of_two": True}
+    again = opened(built)
+    layer.scale.fill_(0.3)
+    with pytest.raises(VerifyError, match=r"a\._parameters\.scale\.power_of_two was True and is False with these weights"):
+        again.postprocess(write=True)
+    assert (layer.scale.tolist(), layer.scale.power_of_two) == ([0.5, 0.5], True)
+    again = opened(built)
+    layer.scale.fill_(0.25)
+    again.postprocess(write=True)
+    assert layer.scale.tolist() == [0.25, 0.25]
+
+
+def test_a_layer_is_closed_where_marks_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = served()
+    live, again = built.module.weight, opened(built)
+
+    def fail(module: torch.nn.Module) -> None:
+        raise RuntimeError("no marks")
+
+    monkeypatch.setattr("weight_sync_integrations.sglang.built.marks", fail)
+    with pytest.raises(RuntimeError, match="no marks"):
+        again.postprocess(write=True)
+    assert built.module.weight is live
+
+
+class Model(torch.nn.Module):
+    """One layer, whose `order` says how its rows are put, and is not there any more afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Layer(self.reorder)
+        for leaf in ("order", "unused"):
+            self.a.register_parameter(leaf, torch.nn.Parameter(torch.zeros(SMALL, dtype=torch.int32), requires_grad=False))
+
+    @staticmethod
+    def reorder(method: Any, layer: torch.nn.Module) -> None:
+        layer.weight = torch.nn.Parameter(layer.weight[layer.order[:4].long()], requires_grad=False)
+        del layer.order, layer.unused
+
+    def load_weights(self, weights: Any) -> None:
+        held = dict(self.named_parameters())
+        for name, tensor in weights:
+            held[name].copy_(tensor)
+
+
+def test_a_parameter_that_only_post_processing_reads_has_to_be_filled_too() -> None:
+    def load(model: Any, weights: Any, device: Any) -> None:
+        model.load_weights(weights)
+        model.a.quant_method.process_weights_after_loading(model.a)
+
+    model, order = Model(), torch.arange(SMALL, dtype=torch.int32).flip(0) % 4
+    weights = {"a.weight": VALUES, "a.scale": torch.ones(2), "a.order": order}
+    with torch.no_grad():
+        live._observed(load, model, weights.items(), None)
+    assert live.no_loader(model) == ""
+    specs = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+
+    assert rehearse(model, specs, Published(None)).uncovered == {}
+    specs.pop("a.order")
+    assert rehearse(model, specs, Published(None)).uncovered == {"a.order": SMALL}
+    assert not hasattr(model.a, "order")
+
+
+def test_what_is_derived_from_all_layers_at_each_wave_is_refused() -> None:
+    class Deriving(Model):
+        def post_load_weights(self) -> None:
+            self.total = float(self.a.weight.sum())
+
+    def load(model: Any, weights: Any, device: Any) -> None:
+        model.load_weights(weights)
+        model.post_load_weights()
+        model.a.quant_method.process_weights_after_loading(model.a)
+
+    model = Deriving()
+    with torch.no_grad():
+        live._observed(load, model, [("a.weight", VALUES)], None)
+    with pytest.raises(BindError, match="rollout rank 0: post_load_weights of Deriving cannot be told of which HF tensors"):
+        SglangLoader(model, "rollout rank 0")
 
 
 def point(method: Any, layer: torch.nn.Module) -> None:

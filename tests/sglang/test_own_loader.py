@@ -182,6 +182,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], EngineSizes, int, Le
     "rows, transposed": ("qwen3_moe", {}, CHANNEL, TP1, 200_000, Level.CHECK_WEIGHT_EQUAL),
     "rows, two ranks": ("qwen3_moe", {}, CHANNEL, TP2EP2, 200_000, Level.FULL),
     "rows, MLA": ("deepseek_v3", {"rope_parameters": YARN}, CHANNEL, TP1, 400_000, Level.DIGEST),
+    "rows, MLA absorbed anew in all layers": ("glm4_moe_lite", {"rope_parameters": YARN}, CHANNEL, TP1, 400_000, Level.DIGEST),
     "tensor, requantised": ("qwen3_moe", {}, TENSOR, TP1, 200_000, Level.DIGEST),
     "int4 experts, packed for Marlin": ("deepseek_v3", {"rope_parameters": YARN}, INT4, TP1, 400_000, Level.DIGEST),
 }
@@ -287,6 +288,38 @@ def test_a_loader_that_drops_a_tensor_or_fails_leaves_the_engine_paused_until_a_
     assert stood(sync) == (1, "1", True)
     assert engine.state() == [want]
     assert places(engine.replicas[0]) == where
+
+
+def test_weights_that_are_no_longer_where_graphs_were_captured_are_refused_before_a_pause(
+    pair: Any, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, a), (plain_b, b) = pair("qwen3_moe", CHANNEL)
+    monkeypatch.setattr(known, "captures", lambda scheduler: True)
+    engine = engines(a)
+    engine.session(a, plain_b, Landing(), TP1, Level.DIGEST).sync(1)
+    assert engine.state() == [state(loaded(b))]
+    layer = engine.replicas[0].model.model.layers[1].self_attn.o_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)  # as post-processing does it
+
+    said = attempt(engine.session(a, plain_b, Landing(), TP1, Level.DIGEST).connect)
+
+    assert "rollout rank 0: model.layers.1.self_attn.o_proj.weight: no longer where CUDA graphs were captured" in said
+    assert said.startswith("BindError")
+    assert (engine.version, engine.serving) == ("1", True)
+
+
+def test_a_bind_that_is_refused_changes_nothing_for_the_plan_that_is_bound(pair: Any, engines: Any) -> None:
+    (_, a), (plain_b, b) = pair("deepseek_v3", CHANNEL, rope_parameters=YARN)
+    engine = engines(a)
+    sync = engine.session(a, plain_b, Landing(budget=400_000), TP1, Level.DIGEST)
+    sync.connect()
+    other = {"expected": {"model.layers.0.self_attn.o_proj.weight": [[1], "bfloat16"]}}
+
+    assert "nothing may be written into" in attempt(lambda: engine.adapter._workers.all("bind", other, Deadline.after(20)))
+    sync.sync(1)
+
+    assert engine.state() == [state(loaded(b))]
+    assert (engine.version, engine.serving) == ("1", True)
 
 
 def test_a_weight_update_of_sglangs_own_that_is_open_is_not_ended_over_post_processed_weights(pair: Any, engines: Any) -> None:
