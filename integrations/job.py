@@ -203,6 +203,7 @@ def resolve_early(job: JobConf, config: Mapping[str, Any]) -> SyncSpec:
         trainer,
         rollout,
         witness=conf.verify.witness,
+        trainer_witness=conf.verify.trainer_witness,
         costs=costs,
         budget=budget,
         casts=tuple(job.trainer.casts),

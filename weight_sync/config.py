@@ -237,6 +237,8 @@ def check_job(job: JobConf) -> None:
         ):
             if wrong:
                 raise ConfigError(f"weight_sync.landing.to=loader does not go with {key}")
+    if job.weight_sync.verify.trainer_witness and job.trainer.kind == "miles":
+        raise ConfigError("weight_sync.verify.trainer_witness: trainer=miles gives no export; try it with trainer=megatron")
     declarable = ("derived", "constant", "state")
     for key, value, legal in (
         *((f"weight_sync.declare: {pattern}", keep, declarable) for pattern, keep in job.weight_sync.declare.items()),

@@ -86,10 +86,14 @@ class TransportConf:
 
 @dataclass(kw_only=True)
 class VerifyConf:
-    """witness: before the first sync, compare the declared layout with what the engine's own loader does."""
+    """witness: before the first sync, compare the declared layout with what the engine's own loader does. trainer_witness:
+    compare the trainer's layout, bit by bit, with what the trainer itself would export as a Hugging Face checkpoint. Every
+    tensor is gathered once for it, so it is off by default.
+    """
 
     level: VerifyLevel = VerifyLevel.digest
     witness: bool = True
+    trainer_witness: bool = False
 
 
 @dataclass(kw_only=True)

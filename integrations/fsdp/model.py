@@ -6,13 +6,14 @@ together: they are collectives. Runs on gloo or nccl.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import ParallelError
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -111,16 +112,27 @@ class FsdpTrainer:
         The oracle that a sync is checked against; all ranks return when the folder is complete.
         """
         import torch
-        from torch.distributed.tensor import DTensor
 
-        once = dict(self.model.named_parameters())  # a tied weight under its first name only: transformers would
-        tied = set(dict(self.model.named_parameters(remove_duplicate=False))) - set(once)  # not see that copies are tied
-        full = {
-            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-            for name, tensor in self.model.state_dict().items()
-            if name not in tied
-        }
+        full = dict(self._whole())
         if torch.distributed.get_rank() == 0:
             self.model.save_pretrained(path, state_dict=full, max_shard_size="1TB")
         torch.distributed.barrier()
         return Path(path)
+
+    def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the Hugging Face checkpoint, whole, one after another, on every rank: weight_sync.session.exported's
+        Export. A collective. Names and shapes are made by transformers' own save conversion, parameter by parameter."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for name, tensor in self._whole():
+            yield from revert_weight_conversion(self.model, {name: tensor}).items()
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every entry of the model's own state dict, gathered, on every rank."""
+        from torch.distributed.tensor import DTensor
+
+        once = dict(self.model.named_parameters())  # a tied weight under its first name only: transformers would
+        tied = set(dict(self.model.named_parameters(remove_duplicate=False))) - set(once)  # not see that copies are tied
+        for name, tensor in self.model.state_dict().items():
+            if name not in tied:
+                yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()

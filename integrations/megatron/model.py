@@ -282,8 +282,7 @@ class MegatronTrainer:
         from safetensors.torch import save_file
 
         path = Path(path)
-        self.gather_parameters()
-        tensors = dict(self._exported())
+        tensors = dict(self.exported())
         if torch.distributed.get_rank() == 0:
             path.mkdir(parents=True, exist_ok=True)
             save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -308,12 +307,16 @@ class MegatronTrainer:
                 if chunk.ddp_config.overlap_param_gather:
                     chunk.start_param_sync(force_sync=True)
 
-    def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The bridge's stream, put right against the loaded checkpoint's names and shapes.
+    def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the Hugging Face checkpoint, whole, one after another, on every rank: weight_sync.session.exported's
+        Export. A collective.
+
+        The bridge's stream, put right against the loaded checkpoint's names and shapes.
 
         megatron-bridge 0.6.2 exports padded vocabulary rows, an lm_head for tied models, and squeezes dims of size 1
         in the expert gather. Anything else that differs is an error.
         """
+        self.gather_parameters()
         expected = checkpoint_shapes(self._hf_path)
         tied = bool(self.bridge.hf_pretrained.config.tie_word_embeddings)
         seen: set[str] = set()

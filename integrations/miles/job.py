@@ -31,7 +31,13 @@ def block_of(args: Any) -> SyncConf:
             f"--custom-config-path must name a YAML file with `{BLOCK}: {{strategy: NAME}}` in it, where NAME is one of "
             f"{', '.join(strategies())}; found {block!r}"
         )
-    return strategy_with(block)
+    conf = strategy_with(block)
+    if conf.verify.trainer_witness:
+        raise ConfigError(
+            f"{BLOCK}.verify.trainer_witness: miles's own export is bound to its updaters and is not compared. Leave it out; "
+            "train.py has it with trainer=megatron, for the same family and sizes"
+        )
+    return conf
 
 
 def first_level(args: Any, conf: SyncConf) -> VerifyLevel:

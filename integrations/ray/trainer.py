@@ -65,7 +65,7 @@ class TrainerActor:
 
         options = dict(spec.transport)
         name = options.pop("name")
-        self._agent = SourceAgent(source, lambda: registry.create(name, **options))
+        self._agent = SourceAgent(source, lambda: registry.create(name, **options), export=self._trainer.exported)
         return {"rank": self.rank, "params": len(source.tensors())}
 
     def _megatron(self, spec: TrainerSpec, hf_path: str) -> Any:
@@ -153,7 +153,25 @@ def gather(refs: Mapping[int, Any], deadline: Deadline, what: str) -> dict[int, 
     _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=deadline.remaining())
     if late:
         ranks = sorted(rank for rank, ref in refs.items() if ref in late)
-        raise DeadlineExceeded(f"trainer ranks {ranks}: {what} not done within {deadline.seconds:g} s")
+        error = DeadlineExceeded(f"trainer ranks {ranks}: {what} not done within {deadline.seconds:g} s")
+        # A rank that failed in a collective is why the others are late.
+        _, failed = _settled({rank: ref for rank, ref in refs.items() if rank not in ranks}, what)
+        for rank, other in failed:
+            error.add_note(f"also trainer rank {rank}: {type(other).__name__}: {other}")
+        raise error
+    results, failed = _settled(refs, what)
+    if failed:
+        first = failed[0][1]
+        for rank, error in failed[1:]:
+            first.add_note(f"also trainer rank {rank}: {type(error).__name__}: {error}")
+        raise first
+    return results
+
+
+def _settled(refs: Mapping[int, Any], what: str) -> tuple[dict[int, Any], list[tuple[int, BaseException]]]:
+    """(results, errors) of calls that are done, by rank."""
+    import ray
+
     results: dict[int, Any] = {}
     failed: list[tuple[int, BaseException]] = []
     for rank, ref in refs.items():
@@ -163,12 +181,7 @@ def gather(refs: Mapping[int, Any], deadline: Deadline, what: str) -> dict[int, 
             failed.append((rank, own_error(error)))
         except ray.exceptions.RayError as error:
             failed.append((rank, SessionError(f"trainer rank {rank}: its process is gone ({what}): {error}")))
-    if failed:
-        first = failed[0][1]
-        for rank, error in failed[1:]:
-            first.add_note(f"also trainer rank {rank}: {type(error).__name__}: {error}")
-        raise first
-    return results
+    return results, failed
 
 
 def own_error(error: Any) -> BaseException:

@@ -29,7 +29,9 @@ class ActorSide:
         self.source = source_of(engine, settings)
         options = dict(settings.transport)
         name = options.pop("name")
-        self.agent = SourceAgent(self.source, lambda: registry.create(name, **options))
+        # verl's own export of whole tensors; FSDP1's moves the model away from where it is bound.
+        export = None if settings.trainer["strategy"] == "fsdp" else lambda: engine.get_per_tensor_param()[0]
+        self.agent = SourceAgent(self.source, lambda: registry.create(name, **options), export)
 
     @property
     def rank(self) -> int:

@@ -50,6 +50,11 @@ def check(config: Any) -> None:
         raise ConfigError(
             "weight_sync.failure.on_suspect=drop: verl resumes every replica, also one that was left out; use keep"
         )
+    if conf.verify.trainer_witness and _get(config, "actor_rollout_ref.actor.strategy") == "fsdp":
+        raise ConfigError(
+            "weight_sync.verify.trainer_witness: verl's export of actor_rollout_ref.actor.strategy=fsdp moves the model; "
+            "use fsdp2 or megatron, or leave the key at false"
+        )
     scheme = conf.quant.scheme
     if scheme not in ("auto", "none", "bf16") and not fallback(config):
         raise ConfigError(

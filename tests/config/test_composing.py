@@ -110,6 +110,10 @@ def senseless(*overrides: str) -> str:
         (["rollout.device=tpu"], "rollout.device='tpu': must be one of cpu, cuda"),
         (["trainer.casts=[float16]"], "trainer.casts='float16': must be one of bfloat16, float32"),
         (["trainer.optimizer=adam"], "trainer.optimizer='adam': must be one of distributed, replicated"),
+        (
+            ["trainer=miles", "weight_sync.verify.trainer_witness=true"],
+            "weight_sync.verify.trainer_witness: trainer=miles gives no export",
+        ),
         (["rounds=0"], "rounds=0: must be at least 1"),
         (["rollout.engines=0"], "rollout.engines=0: must be at least 1"),
         (["weight_sync.budget.source=4"], "weight_sync.budget.source=4: must be at least 1024"),

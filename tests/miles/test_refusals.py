@@ -65,6 +65,11 @@ def test_a_block_that_is_missing_or_wrong_is_refused_with_what_it_should_be(bloc
         block_of(args(weight_sync=block))
 
 
+def test_a_witness_of_the_trainer_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"weight_sync\.verify\.trainer_witness: miles's own export .* Leave it out"):
+        block_of(args(weight_sync={"strategy": "p2p_tcp", "verify": {"trainer_witness": True}}))
+
+
 def test_a_block_takes_its_strategys_values_and_changes_what_it_names() -> None:
     conf = block_of(args(weight_sync={"strategy": "p2p_rdma", "timeouts": {"sync": 7}}))
     assert conf.transport.options == {"protocol": "rdma"}

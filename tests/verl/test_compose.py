@@ -154,6 +154,10 @@ def test_a_wrong_override_is_refused_by_hydra(overrides: list[str], says: str) -
         ([f"{ROLLOUT}.data_parallel_size=2"], "vLLM hides such replicas"),
         ([f"{ROLLOUT}.tensor_model_parallel_size=4"], "2 rollout GPUs are no multiple"),
         (["weight_sync.failure.attempts=2", "weight_sync.failure.on_suspect=drop"], "verl resumes every replica"),
+        (
+            ["weight_sync.verify.trainer_witness=true", "actor_rollout_ref.actor.strategy=fsdp"],
+            "trainer_witness: verl's export of actor_rollout_ref.actor.strategy=fsdp moves the model; use fsdp2",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_set(overrides: list[str], says: str, base: Any) -> None:

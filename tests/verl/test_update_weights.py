@@ -39,7 +39,9 @@ PROMPT = list(range(3, 60))  # longer than a block of KV
 
 @pytest.fixture(scope="module")
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    folder, overrides = tmp_path_factory.mktemp("model"), ["+weight_sync=p2p_tcp"]
+    # The trainer's witness in every job: what verl would send as whole tensors agrees with the layout, or nothing begins.
+    overrides = ["+weight_sync=p2p_tcp", "weight_sync.verify.trainer_witness=true"]
+    folder = tmp_path_factory.mktemp("model")
     if request.param == "fsdp2":
         overrides += cpu_overrides(make_model(folder, num_hidden_layers=2), dtype="bfloat16", kind=KIND)
     else:
@@ -63,11 +65,20 @@ def epochs(worker: Any) -> tuple[Any, Any]:
     return made._connection.epochs, made._trainer_epochs
 
 
+def witnessed(worker: Any) -> str:
+    from weight_sync_integrations.verl import actor
+
+    agent = actor.side().agent
+    return agent.call("describe", {})["witnessed"]
+
+
 @every
 def test_every_actor_rank_writes_its_shards_into_live_weights_and_verl_gets_its_metrics(rig: Rig) -> None:
     rig.change(1)
     metrics = rig.manager.update_weights(1)
     assert rig.differing() == []
+    layout, other = (on_actor(rig, rank, witnessed) for rank in (0, 1))
+    assert layout == other != "", "verl's own export was not compared"
     held = torch.float32 if rig.config.actor_rollout_ref.actor.strategy == "fsdp2" else torch.bfloat16
     assert {tensor.dtype for tensor in rig.expected().values()} == {held}
     assert metrics["weight_sync/version"] == 1

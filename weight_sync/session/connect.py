@@ -1,6 +1,7 @@
 """Connecting two live sides: everything that can be wrong is found here, before an engine is paused.
 
-describe both sides -> same model, same parallel sizes -> layouts -> plan and proof, on every rank -> second witness -> bind.
+describe both sides -> same model, same parallel sizes -> layouts -> plan and proof, on every rank -> the trainer's
+witness, if it is asked for -> the engines' witness -> bind.
 Where the rollout layout is not declared it is recorded before the plan is made, and there is no second witness.
 """
 
@@ -25,6 +26,7 @@ from weight_sync.quant.emission import Quantisation
 from weight_sync.session.calls import on_each
 from weight_sync.session.contracts import EngineDescription, PauseMode, RolloutEngine, TrainerGroup
 from weight_sync.session.digests import kind_for
+from weight_sync.session.exported import check_export, refuse_without_export
 from weight_sync.session.inputs import (
     EXCHANGE,
     Declared,
@@ -47,8 +49,9 @@ class SyncSpec:
 
     casts: dtypes that live trainer parameters may have where the HF tensor has another; their values are cast. A declared
     trainer says it itself (Declared.held_as). witness: compare a declared rollout layout with a recording of the engine's own
-    loader. straddle: see PlanInputs. finite: NaN and infinities in weights that are quantised are an error. report: say what
-    quantising cost. delta: how syncs send only what changed; None: never. landing: into live tensors, or by engines' loaders.
+    loader. trainer_witness: compare the trainer's layout with its own export (weight_sync.session.exported). straddle: see
+    PlanInputs. finite: NaN and infinities in weights that are quantised are an error. report: say what quantising cost. delta:
+    how syncs send only what changed; None: never. landing: into live tensors, or by engines' loaders.
     """
 
     trainer: Declared | None
@@ -62,6 +65,7 @@ class SyncSpec:
     report: bool = True
     delta: DeltaSpec | None = None
     landing: Landing = field(default_factory=Landing)
+    trainer_witness: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +94,8 @@ class Connection:
     """Ranks and workers keep what deltas need."""
     by_loader: str = ""
     """Why the engines' own loaders place what is received; "" where it is written into live tensors."""
+    witnessed: str = ""
+    """What the trainer's own export said when this was made; "" where it was not asked."""
 
     @property
     def plan(self) -> Plan:
@@ -120,6 +126,8 @@ def connect(
     ranks = range(trainers.world)
     found = found or survey(trainers, engines, deadline)
     described, servers = found.trainers, found.engines
+    if spec.trainer_witness:
+        refuse_without_export(described)
     dims = check_engines(spec, servers, engines, pause)
     landed = decide(spec.landing, servers, declared=isinstance(spec.rollout, Declared), delta=spec.delta is not None)
     model = tensors_of(spec.rollout)
@@ -154,6 +162,9 @@ def connect(
     answers = trainers.call("plan", dict.fromkeys(ranks, payload), deadline)
     if wrong := {rank: a["digest"] for rank, a in answers.items() if a["digest"] != schedule.digest}:
         raise PlanError(f"trainer ranks computed another plan than the controller's {schedule.digest}: {wrong}")
+    witnessed = ""
+    if spec.trainer_witness:
+        witnessed = check_export(trainers, described, layouts[0], schedule.digest, controller, deadline)
     if isinstance(spec.rollout, Declared):
         check_recordings(spec, layouts[1], engines, dims, deadline, by_loader=landed.loader > 0)
     devices = [described[rank]["device"] for rank in ranks] + [r.device for server in servers.values() for r in server.ranks]
@@ -173,6 +184,7 @@ def connect(
         spec.report,
         spec.delta,
         landed.why,
+        witnessed,
     )
     bind_trainers(trainers, connection, controller, deadline)
     return connection

@@ -159,6 +159,8 @@ class WeightSync:
                 if connection is None:
                     with watch.phase("plan"):
                         connection = self._connect(lessons.avoid)
+                    if connection.witnessed:
+                        watch.say(connection.witnessed)
                 session = new_session(self._controller, label if number == 1 else "")
                 attempt = self._attempt(version, connection, session, watch)
                 left_out = tuple(replica.name for replica in self._registry.all if replica.out)

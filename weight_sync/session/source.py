@@ -2,11 +2,15 @@
 
 The controller reaches it by call(method, payload) -> reply, plain data both ways:
 
-    describe  {}                                   -> RankDescription as a dict
+    describe  {}                                   -> RankDescription as a dict, and what this agent knows: "session",
+                                                      "generation", "source" (its class), "exports", "witnessed" (digest of
+                                                      the layout that its export has agreed with, "" if none has)
     claim     {"controller"}                       -> {}; no older controller may call from now on, see gate.py
     plan      PlanInputs.to_json(), "controller"   -> {"digest"}; every rank computes the schedule itself
     extend    {"base", "change", "controller"}     -> {"digest"}; the plan of digest `base`, changed by one engine. Digest None
                                                       where this rank has another plan or none (it restarted): plan it in full
+    witness   {"plan", "controller"}               -> {"elements"}; the declared layout against the trainer's own export, see
+                                                      exported.py. A collective of all ranks if the export is one
     bind      {"plan", "targets": {rank: binding}} -> {"endpoint"}; registers, checks sizes, proves that each peer answers
     quiesce   {"session", "plan"}                  -> {}; parameters hold the finished step, no step may start. Refused when
                                                       there is no binding of this plan or parameters moved since (a rank
@@ -42,6 +46,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -54,8 +59,9 @@ from weight_sync.session.bound import Bound
 from weight_sync.session.contracts import LiveStorage, TrainerSource
 from weight_sync.session.delta_source import DeltaSource
 from weight_sync.session.digests import XXH3
+from weight_sync.session.exported import Comparison, Export, compare_export
 from weight_sync.session.gate import Gate, controller_of
-from weight_sync.session.inputs import PlanInputs
+from weight_sync.session.inputs import PlanInputs, layout_of
 from weight_sync.session.memory import Memory, memory_of
 from weight_sync.session.pieces import write_pieces
 from weight_sync.session.readback import BUFFER_BYTES, compare
@@ -64,11 +70,14 @@ from weight_sync.transport.base import Endpoint, Region, Ticket, Transport
 
 
 class SourceAgent:
-    """See the module docstring. transport: opens a transport; called once for each binding."""
+    """See the module docstring. transport: opens a transport; called once for each binding. export: the trainer's own, for
+    weight_sync.verify.trainer_witness (weight_sync.session.exported); None where there is none."""
 
-    def __init__(self, source: TrainerSource, transport: Callable[[], Transport]) -> None:
+    def __init__(self, source: TrainerSource, transport: Callable[[], Transport], export: Export | None = None) -> None:
         self._source = source
         self._open = transport
+        self._export = export
+        self._witnessed = ""
         self._lock = threading.Lock()
         self._transport: Transport | None = None
         self._schedule: Schedule | None = None
@@ -96,6 +105,7 @@ class SourceAgent:
             "claim": lambda _: {},  # the gate has taken note
             "plan": self._plan,
             "extend": self._extend,
+            "witness": self._witness,
             "bind": self._bind,
             "quiesce": self._quiesce,
             "scan": self._scan,
@@ -114,7 +124,9 @@ class SourceAgent:
             return handlers[method](payload)
 
     def _describe(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        return asdict(self._source.describe()) | {"session": self._session, "generation": self._gate.generation}
+        known = {"session": self._session, "generation": self._gate.generation, "source": type(self._source).__name__}
+        export = {"exports": self._export is not None, "witnessed": self._witnessed}
+        return asdict(self._source.describe()) | known | export
 
     def _plan(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         self._inputs = PlanInputs.from_json(payload)
@@ -127,6 +139,25 @@ class SourceAgent:
         self._schedule = self._inputs.extend(self._schedule, payload["change"])
         self._inputs = self._inputs.changed(payload["change"])
         return {"digest": self._schedule.digest}
+
+    def _witness(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        if self._export is None:
+            raise BindError(f"trainer rank {self.rank}: {type(self._source).__name__} was given no export to be compared with")
+        with ExitStack() as stack:
+
+            def begin() -> Comparison:
+                if self._session is None:  # else the parameters stand still already
+                    self._source.quiesce()
+                    stack.callback(self._source.release)
+                if self._inputs is None or self._schedule is None or self._schedule.digest != payload["plan"]:
+                    raise BindError(f"trainer rank {self.rank}: witness of plan {payload['plan']}, has computed another")
+                memory = memory_of(self._source.tensors(), f"trainer rank {self.rank}")
+                memory.settle()
+                return Comparison(layout_of(self._inputs.source, "trainer"), self.rank, memory)
+
+            compared = compare_export(begin, self._export, self.rank)
+        self._witnessed = compared.declared.digest
+        return {"elements": compared.elements}
 
     def _bind(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         schedule = self._schedule
