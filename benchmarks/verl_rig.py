@@ -293,11 +293,16 @@ def _start(config: Any, dumps: Path) -> Rig:
     from verl.workers.engine_workers import ActorRolloutRefWorker
     from verl.workers.rollout.llm_server import LLMServerManager
 
+    from weight_sync_integrations.server import free_port
+
     pool = RayResourcePool([config.trainer.n_gpus_per_node], use_gpu=True, max_colocate_count=1, name_prefix="actor")
     init = RayClassWithInitArgs(cls=ray.remote(ActorRolloutRefWorker), config=config.actor_rollout_ref, role="actor")
     fused = create_colocated_worker_cls(class_dict={"actor": init})  # as verl's trainers make them: roles in one process
     own = environment(config.actor_rollout_ref.actor.strategy)
-    group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=fused, device_name="cpu", worker_env=own)
+    port = free_port("127.0.0.1")  # verl takes one that outgoing connections may take before the ranks have started
+    group = RayWorkerGroup(
+        resource_pool=pool, ray_cls_with_init=fused, device_name="cpu", worker_env=own, master_port_range=[port, port + 100]
+    )
     joined = [worker.__ray_call__.remote(inside.join_group) for worker in group.workers]
     actors = group.spawn(prefix_set=["actor"])["actor"]
     with ThreadPoolExecutor(1) as beside:  # both are slow, mostly by importing
