@@ -90,7 +90,10 @@ class RemoteAgent:
     def call(self, method: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with self._lock:
-            self._process.stdin.write(json.dumps([method, dict(payload)]).encode() + b"\n")
+            try:
+                self._process.stdin.write(json.dumps([method, dict(payload)]).encode() + b"\n")
+            except BrokenPipeError:
+                raise errors.RolloutError(f"agent {self.rank}, process {self.pid} is gone") from None
             return self._receive()
 
     def stop(self) -> None:
