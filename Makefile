@@ -25,8 +25,8 @@ check: setup      ## ruff, pyright, import contracts, then the tests
 	@.venv/bin/lint-imports
 	@tests/run.sh
 
-# Not part of `make test` and CI: the guest is emulated in software. On two cores that others used as well it took 100 s for
-# test_guest.py and 20 min for the 56 tests inside, of which 2 min are until the first one begins.
+# Not part of `make test` and CI: the guest is emulated in software. On two cores that others used as well it took 70 to 100 s for
+# test_guest.py and 28 min for the 98 tests inside, of which 2 min are until the first one begins.
 test-rdma: setup  ## Mooncake and NIXL over real RDMA verbs, in a QEMU guest with soft RoCE (docs/rdma.md); ARGS='-k killed' for some
 	@.venv/bin/python -m pytest -q -p no:cacheprovider tests/rdma/test_guest.py
 	@$(PY) tests/rdma/run.py -v $(ARGS)
