@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weight_sync.errors import BindError, VerifyError, listed
+from weight_sync_integrations.inventory import Found, Inventory
 from weight_sync_integrations.recorder import Recording
 
 aten = torch.ops.aten
@@ -165,6 +166,45 @@ class Held:
                 wrong.append(f"{name}: {count} of {copy.nbytes} bytes differ")
         if wrong:
             raise VerifyError(f"{self.where}: {len(wrong)} of {len(self.copies)} tensors are not as they were: {listed(wrong)}")
+
+
+class SecondLoad:
+    """snapshot, scramble and compare of weight_sync.session.placing.Loader, over what its _find() and _weights() name."""
+
+    _where: str
+    _inventory: Inventory | None
+    _held: Held | None
+
+    def _find(self) -> Iterator[Found]:
+        """Every tensor of the model."""
+        raise NotImplementedError
+
+    def _weights(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors that a load fills, which are scrambled."""
+        raise NotImplementedError
+
+    def snapshot(self) -> int:
+        self._held = Held.of(self._compared(), self._where)
+        return self._held.nbytes
+
+    def scramble(self) -> int:
+        assert self._held is not None
+        assert self._inventory is not None
+        nbytes = self._held.scramble(self._weights())
+        self._inventory.spoil()
+        return nbytes
+
+    def compare(self) -> int:
+        assert self._held is not None
+        held, self._held = self._held, None
+        held.compare(self._compared())
+        return held.nbytes
+
+    def _compared(self) -> dict[str, torch.Tensor]:
+        """All that generation depends on, but working memory."""
+        assert self._inventory is not None
+        state = set(self._inventory.names("state"))
+        return {found.name: found.tensor.detach() for found in self._find() if found.name not in state}
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ import torch
 
 from weight_sync.errors import BindError, RolloutError, VerifyError, listed
 from weight_sync_integrations.inventory import Found, Inventory, Policy
-from weight_sync_integrations.loader import Fed, Held, Published, Reads, Rehearsal, allocate, given
+from weight_sync_integrations.loader import Fed, Held, Published, Reads, Rehearsal, SecondLoad, allocate, given
 from weight_sync_integrations.recorder import Recording, record, run_inline
 from weight_sync_integrations.sglang import live
 from weight_sync_integrations.sglang import tensors as known
@@ -35,7 +35,7 @@ from weight_sync_integrations.sglang.built import Built, Opened, place, unshared
 _RECOMPUTES = "made anew by SGLang's load_weights and post-processing whenever its loader runs"
 
 
-class SglangLoader:
+class SglangLoader(SecondLoad):
     """weight_sync.session.placing.Loader for one worker.
 
     quantization: quantization_config of what the engine serves. captured: CUDA graphs read tensors by their addresses.
@@ -161,31 +161,11 @@ class SglangLoader:
         self._where_they_were()
         return self._inventory.check()
 
-    def snapshot(self) -> int:
-        self._held = Held.of(self._compared(), self._where)
-        return self._held.nbytes
-
-    def scramble(self) -> int:
-        assert self._held is not None
-        assert self._inventory is not None
-        nbytes = self._held.scramble(known.live_tensors([("target", self._model)]))
-        self._inventory.spoil()
-        return nbytes
-
-    def compare(self) -> int:
-        assert self._held is not None
-        held, self._held = self._held, None
-        held.compare(self._compared())
-        return held.nbytes
-
-    def _compared(self) -> dict[str, torch.Tensor]:
-        """All that generation depends on, but working memory."""
-        assert self._inventory is not None
-        state = set(self._inventory.names("state"))
-        return {found.name: found.tensor.detach() for found in self._find() if found.name not in state}
-
     def _find(self) -> Iterator[Found]:
         return known.find_all([("target", self._model)])
+
+    def _weights(self) -> Mapping[str, torch.Tensor]:
+        return known.live_tensors([("target", self._model)])
 
     def _where_they_were(self) -> None:
         now = {name: place(tensor) for name, tensor in known.live_tensors([("target", self._model)]).items()}

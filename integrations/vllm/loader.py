@@ -27,14 +27,14 @@ import torch
 
 from weight_sync.errors import RolloutError, VerifyError, listed
 from weight_sync_integrations.inventory import Found, Inventory, Policy
-from weight_sync_integrations.loader import Fed, Held, Reads, Rehearsal, allocate, given
+from weight_sync_integrations.loader import Fed, Held, Reads, Rehearsal, SecondLoad, allocate, given
 from weight_sync_integrations.recorder import Recording, Spec, record
 from weight_sync_integrations.vllm import live, tensors
 
 _RECOMPUTES = "made anew by vLLM's post-processing whenever its loader runs"
 
 
-class VllmLoader:
+class VllmLoader(SecondLoad):
     """weight_sync.session.placing.Loader for one worker. config: vLLM's whole config."""
 
     def __init__(self, model: torch.nn.Module, config: Any, where: str) -> None:
@@ -136,28 +136,9 @@ class VllmLoader:
             raise VerifyError(f"{self._where}: {listed(same)} was not made anew from the new weights")
         return proven | ({"handles": len(self._handles)} if self._handles else {})
 
-    def snapshot(self) -> int:
-        self._held = Held.of(self._compared(), self._where)
-        return self._held.nbytes
-
-    def scramble(self) -> int:
-        assert self._held is not None
-        assert self._inventory is not None
-        nbytes = self._held.scramble(live.inspect(self._model).tensors)
-        self._inventory.spoil()
-        return nbytes
-
-    def compare(self) -> int:
-        assert self._held is not None
-        held, self._held = self._held, None
-        held.compare(self._compared())
-        return held.nbytes
-
     def _compared(self) -> dict[str, torch.Tensor]:
-        """All that generation depends on, but working memory; and what layers answer whose weights are behind a handle."""
-        assert self._inventory is not None
-        state = set(self._inventory.names("state"))
-        found = {f.name: f.tensor.detach() for f in self._find() if f.name not in state}
+        """And what layers answer whose weights are behind a handle."""
+        found = super()._compared()
         for f in self._made():
             if not f.tensor.is_floating_point() and hasattr(f.module, "cpu_linear"):
                 found[f"what {f.name} answers"] = _answer_of(f.module)
@@ -165,6 +146,9 @@ class VllmLoader:
 
     def _find(self) -> Iterator[Found]:
         return tensors.find_all([("target", self._model)])
+
+    def _weights(self) -> Mapping[str, torch.Tensor]:
+        return live.inspect(self._model).tensors
 
     def _made(self) -> Iterator[Found]:
         made = live.made_by_loading(self._model)
