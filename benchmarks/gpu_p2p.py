@@ -9,7 +9,9 @@ GPU 1, each side in a process of its own. In turn, several times:
     limit       one copy of as many bytes by the copy engine, from GPU 0 to GPU 1
     ours        our sync over cuda_ipc: pause, write, verify every digest on both GPUs, commit, resume (an in-process double)
     mooncake    the same over Mooncake nvlink_intra
-    buckets     NCCL broadcast of packed 512 MB buckets of HF tensors, then copies into the engine's parameters
+    buckets     NCCL broadcast of packed 512 MB buckets of HF tensors, then copies into the engine's parameters; packed and
+                unpacked by one call each over views made before, which is the least that it can cost
+    loaders     the same buckets, filled and emptied as frameworks do: a copy for each tensor, each by a call of its own
     tensors     NCCL broadcast tensor by tensor, then copies into the engine's parameters
 
 Cases: same: one rank to one rank. gather: 8 trainer ranks (tp8 etp8) to 1; scatter: 1 to 8 engine ranks (tp8): row-parallel
@@ -231,8 +233,11 @@ class Side:
 
     # -- NCCL ------------------------------------------------------------------------------------------------------
 
-    def nccl(self, limit: int) -> int:
-        """Broadcast from GPU 0 in buckets of whole HF tensors; the bytes sent. limit 0: tensor by tensor."""
+    def nccl(self, limit: int, together: bool = True) -> int:
+        """Broadcast from GPU 0 in buckets of whole HF tensors; the bytes sent. limit 0: tensor by tensor.
+
+        together: all copies of a bucket in one call.
+        """
         import torch.distributed as dist
 
         sent = 0
@@ -242,13 +247,20 @@ class Side:
             full = self.torch.empty(total, dtype=self.torch.int16, device="cuda")
             parts = [full[at : at + n].view(shape)[box] for at, n, shape, box in places]
             if self.trainer:
-                self.torch._foreach_copy_(parts, views)
+                self._copy(parts, views, together)
             dist.broadcast(full.view(self.torch.uint8), src=0)
             if not self.trainer:
-                self.torch._foreach_copy_(views, parts)
+                self._copy(views, parts, together)
             sent += full.nbytes
         self.torch.cuda.synchronize()
         return sent
+
+    def _copy(self, to: list[Any], from_: list[Any], together: bool) -> None:
+        if together:
+            self.torch._foreach_copy_(to, from_)
+            return
+        for target, source in zip(to, from_, strict=True):
+            target.copy_(source)
 
     def _buckets(self, limit: int) -> list[range]:
         if limit not in self._cache:
@@ -356,7 +368,7 @@ def run(layers: int, case: str, rounds: int, methods: list[str]) -> dict[str, An
             elif name in syncs:
                 syncs[name].sync(version)
             else:
-                all_of(sides, "nccl", BUCKET if name == "buckets" else 0)
+                all_of(sides, "nccl", 0 if name == "tensors" else BUCKET, name != "loaders")
             seconds[name].append(time.perf_counter() - began)
             peaks[name] = all_of(sides, "peak")
             if name != "limit":
@@ -379,7 +391,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--case", choices=tuple(CASES), default="same")
-    parser.add_argument("--methods", nargs="+", default=["ours", "mooncake", "buckets", "tensors"])
+    parser.add_argument("--methods", nargs="+", default=["ours", "mooncake", "buckets", "loaders", "tensors"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = run(options.layers, options.case, options.rounds, options.methods)
@@ -395,6 +407,9 @@ def main() -> None:
         extra = ", ".join(f"{peak / 1e6:.1f}" for peak in result["peaks"][name])
         times = f"{middle:9.4f} {min(values):8.4f} {max(values):8.4f}"
         print(f"{name:10} {times} {nbytes / middle / 1e9:7.1f} {share:8.3f} {extra:>32}")
+    for name in seconds.keys() & {"buckets", "loaders", "tensors"} if "ours" in seconds else ():
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds["ours"], strict=True))
+        print(f"{name} take {ratio:.2f} of ours, median of rounds in turn")
     for name, parts in result["phases"].items():
         print(f"{name} by phase: {', '.join(f'{phase} {value:.4f}' for phase, value in parts.items())}")
         print(f"{name}: {result['methods'][name]}")

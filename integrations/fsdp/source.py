@@ -62,10 +62,13 @@ class FsdpSource:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every parameter and persistent floating-point buffer by name: its local part, without copying. Only what this
         rank holds anything of: with more ranks than rows some hold nothing of it."""
+        import torch
         from torch.distributed.tensor import DTensor
 
-        parts = ((name, t.to_local() if isinstance(t, DTensor) else t.detach()) for name, t in self._full())
-        return {name: part for name, part in parts if part.numel()}
+        # Asked for several times in each sync: without gradients to_local() is an attribute, after detach() it is a dispatch.
+        with torch.no_grad():
+            parts = ((name, t.to_local() if isinstance(t, DTensor) else t.detach()) for name, t in self._live())
+            return {name: part for name, part in parts if part.numel()}
 
     def describe(self) -> RankDescription:
         """See TrainerSource. `shards` has an entry for each checkpoint tensor that this rank holds a part of."""
@@ -108,13 +111,15 @@ class FsdpSource:
 
     def _full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Detached DTensors (or plain tensors where FSDP does not manage one), tied ones once, and weight buffers."""
+        return ((name, tensor.detach()) for name, tensor in self._live())
+
+    def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._reshard()
-        for name, param in self._model.named_parameters():
-            yield name, param.detach()
+        yield from self._model.named_parameters()
         for module_name, module in self._model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
-                    yield f"{module_name}.{name}".lstrip("."), buffer.detach()
+                    yield f"{module_name}.{name}".lstrip("."), buffer
 
     def _mesh_dims(self) -> list[tuple[str, int, int]]:
         from torch.distributed.tensor import DTensor

@@ -8,16 +8,20 @@ that come through Ray without going through verl.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from weight_sync.errors import BindError, ConfigError, SessionError
 from weight_sync.ids import Deadline
 from weight_sync.session.calls import together
+from weight_sync.session.memory import describe, epoch_of
+from weight_sync.session.places import Places
 from weight_sync.session.source import SourceAgent
 from weight_sync.transport import registry
 from weight_sync_integrations.ray.trainer import gather
 from weight_sync_integrations.verl.job import Settings
+
+V = TypeVar("V")
 
 
 class ActorSide:
@@ -32,6 +36,8 @@ class ActorSide:
         # verl's own export of whole tensors; FSDP1's moves the model away from where it is bound.
         export = None if settings.trainer["strategy"] == "fsdp" else lambda: engine.get_per_tensor_param()[0]
         self.agent = SourceAgent(self.source, lambda: registry.create(name, **options), export)
+        self._device = next((t.device for t in self.source.tensors().values()), None)
+        self._seen: tuple[Places, int] | None = None
 
     @property
     def rank(self) -> int:
@@ -41,10 +47,17 @@ class ActorSide:
         """SourceAgent.call, on whatever thread it comes."""
         import torch
 
-        device = next((t.device for t in self.source.tensors().values()), None)
-        if device is not None and device.type == "cuda":
-            torch.cuda.set_device(device)  # CUDA's current device belongs to a thread
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # CUDA's current device belongs to a thread
         return self.agent.call(method, payload)
+
+    def epoch(self) -> int:
+        """RankDescription's, without the rest of a description: before every sync that would cost more than the sync itself
+        (0.7 s on a CPU for the 19,000 checkpoint tensors of Qwen3-30B-A3B). The one before, where nothing has moved since."""
+        held = {name: tensor for name, tensor in self.source.tensors().items() if tensor.numel()}
+        if self._seen is None or not self._seen[0].same(held):
+            self._seen = Places(held), epoch_of(describe(held, f"trainer rank {self.rank}")[1])
+        return self._seen[1]
 
 
 _side: ActorSide | None = None
@@ -69,6 +82,11 @@ def side() -> ActorSide:
 def call_side(worker: Any, method: str, payload: Mapping[str, Any]) -> dict[str, Any]:
     """What other processes run here (Ray's __ray_call__, whose first argument is the actor's own object)."""
     return side().call(method, payload)
+
+
+def epoch_here(worker: Any) -> int:
+    """As call_side, for ActorSide.epoch."""
+    return side().epoch()
 
 
 def source_of(engine: Any, settings: Settings) -> Any:
@@ -107,16 +125,30 @@ class VerlRanks:
         return len(self.handles)
 
     def call(self, method: str, payloads: Mapping[int, Mapping[str, Any]], deadline: Deadline) -> dict[int, dict[str, Any]]:
-        own = self._own.rank
-        calls: dict[str, Any] = {}
-        if own in payloads:
-            calls[f"trainer rank {own}"] = lambda: {own: self._own.call(method, payloads[own])}
-        if others := {rank: payload for rank, payload in payloads.items() if rank != own}:
+        return self._all(
+            payloads,
+            lambda rank: self._own.call(method, payloads[rank]),
+            lambda rank: self.handles[rank].__ray_call__.remote(call_side, method, dict(payloads[rank])),
+            method,
+            deadline,
+        )
+
+    def epochs(self, deadline: Deadline) -> dict[int, int]:
+        """ActorSide.epoch of every rank."""
+        every = range(self.world)
+        here, there = lambda _: self._own.epoch(), lambda rank: self.handles[rank].__ray_call__.remote(epoch_here)
+        return self._all(every, here, there, "epoch", deadline)
+
+    def _all(
+        self, ranks: Collection[int], here: Callable[[int], V], there: Callable[[int], Any], what: str, deadline: Deadline
+    ) -> dict[int, V]:
+        """Answers by rank: `here` gives this rank's, `there` Ray's reference to another's."""
+        own, others = self._own.rank, [rank for rank in ranks if rank != self._own.rank]
+        calls: dict[str, Callable[[], dict[int, V]]] = {}
+        if own in ranks:
+            calls[f"trainer rank {own}"] = lambda: {own: here(own)}
+        if others:
             # Started now, together with ours: a method may be a collective of all ranks.
-            calls["other trainer ranks"] = lambda: gather(
-                {rank: self.handles[rank].__ray_call__.remote(call_side, method, dict(p)) for rank, p in others.items()},
-                deadline,
-                method,
-            )
+            calls["other trainer ranks"] = lambda: gather({rank: there(rank) for rank in others}, deadline, what)
         answers = together(calls, deadline)
         return {rank: answer for part in answers.values() for rank, answer in part.items()}

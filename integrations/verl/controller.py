@@ -158,9 +158,7 @@ class Controller:
         return found + [f"trainer rank {rank}" for rank in now if now[rank] != self._trainer_epochs.get(rank)]
 
     def _epochs(self) -> dict[int, int]:
-        deadline = Deadline.after(self._settings.sync.timeouts.connect)
-        answers = self._ranks.call("describe", {rank: {} for rank in range(self._ranks.world)}, deadline)
-        return {rank: int(answer["epoch"]) for rank, answer in answers.items()}
+        return self._ranks.epochs(Deadline.after(self._settings.sync.timeouts.connect))
 
     def sync(self, global_steps: int | None) -> dict[str, Any]:
         """One sync, and verl told of its step once it is committed. Returns metrics. After an error nothing counts as bound."""

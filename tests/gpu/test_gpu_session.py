@@ -24,6 +24,7 @@ from weight_sync.session.inputs import Declared  # noqa: E402
 from weight_sync.session.landing import Landing, To  # noqa: E402
 from weight_sync.session.state import State  # noqa: E402
 from weight_sync.session.verify import Level  # noqa: E402
+from weight_sync.transport import ipc_copies  # noqa: E402
 
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -47,6 +48,16 @@ def sides(config: dict[str, Any] = MOE, trainer: Any = None, rollout: Any = None
     ours = trainer or {"ranks": 2, "tp": 2, "ep": 2}
     source = Declared(family, config, ours, None, {"vocab_multiple": 8 * ours.get("tp", 1)})
     return source, Declared(family, config, rollout or {"tp": 2, "remainder": "last"}, engine_yaml("sglang"))
+
+
+BY_ALL = pytest.mark.parametrize("copy_from", [1, 1 << 40], ids=["copy engines", "kernel"], indirect=True)
+"""Contiguous ranges of any size by copy engines, or everything by the kernel."""
+
+
+@pytest.fixture
+def copy_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(ipc_copies, "COPY_FROM", request.param)
+    return int(request.param)
 
 
 @pytest.fixture
@@ -73,7 +84,10 @@ def job() -> Iterator[Callable[..., Job]]:
     ids=["tp2ep2 to tp2", "tp4 to tp1", "tp1 to tp4", "tp2pp2 to tp2ep2"],
 )
 @pytest.mark.parametrize("costs", [EVERYTHING_DIRECT, EVERYTHING_STAGED], ids=["direct", "staged"])
-def test_every_byte_arrives_whatever_the_cuts_and_the_way(job: Any, trainer: Any, rollout: Any, costs: CostModel) -> None:
+@BY_ALL
+def test_every_byte_arrives_whatever_the_cuts_and_the_way(
+    job: Any, trainer: Any, rollout: Any, costs: CostModel, copy_from: int
+) -> None:
     made = job(sides(MOE, trainer, rollout), IPC, costs=costs, budget=Budget(1 << 16, 1 << 16))
     made.commit(1)
     made.step()
@@ -170,7 +184,8 @@ def test_an_engine_process_that_dies_fails_the_sync_and_names_it(job: Any) -> No
     assert (made.sync.version, made.engine.serving) == (1, False)
 
 
-def test_a_transport_whose_peer_closed_writes_nothing(job: Any) -> None:
+@BY_ALL
+def test_a_transport_whose_peer_closed_writes_nothing(job: Any, copy_from: int) -> None:
     made = job()
     made.commit(1)
     held = made.engine.remote("content")
@@ -186,7 +201,8 @@ def test_a_transport_whose_peer_closed_writes_nothing(job: Any) -> None:
     made.check(made.engine, held)
 
 
-def test_what_is_asked_of_the_gpu_behind_a_write_does_not_reach_the_bytes_that_it_reads(job: Any) -> None:
+@BY_ALL
+def test_what_is_asked_of_the_gpu_behind_a_write_does_not_reach_the_bytes_that_it_reads(job: Any, copy_from: int) -> None:
     """Staging buffers are filled again without waiting on the host: the order is the device's."""
     from weight_sync.ids import Deadline
 

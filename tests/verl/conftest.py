@@ -11,7 +11,12 @@ import pytest
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # verl's configs and code are the same in both environments
-    wanted = {"test_compose.py": "vllm", "test_seams.py": "vllm", "test_megatron.py": "sglang"}
+    wanted = {
+        "test_compose.py": "vllm",
+        "test_megatron.py": "sglang",
+        "test_nccl_benchmark.py": "vllm",
+        "test_seams.py": "vllm",
+    }
     missing = [name for name in ("verl", wanted.get(collection_path.name)) if name and importlib.util.find_spec(name) is None]
     return True if missing else None
 

@@ -7,6 +7,7 @@ expandable segments, memory savers) has none and is refused by name. Uses NVIDIA
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 from weight_sync.errors import BindError
@@ -68,3 +69,45 @@ def copy(to: int, from_: int, nbytes: int, device: Any) -> None:
         torch.cuda.current_stream().synchronize()
         _checked("copying a few bytes", cuda.cuMemcpy(cuda.CUdeviceptr(to), cuda.CUdeviceptr(from_), nbytes))
         torch.cuda.synchronize(device)
+
+
+def copy_later(to: int, from_: int, nbytes: int, stream: Any) -> None:
+    """A copy between any two addresses in the order of a torch stream; host memory must be pinned."""
+    cuda = _cuda()
+    _checked(
+        "queueing a few bytes",
+        cuda.cuMemcpyAsync(cuda.CUdeviceptr(to), cuda.CUdeviceptr(from_), nbytes, cuda.CUstream(stream.cuda_stream)),
+    )
+
+
+class CopyBatches:
+    """Copies that are queued again and again, in calls of some of them: addresses are turned into the driver's types once.
+
+    Copies of one call follow what the stream was given before, and are in no order among themselves. A call of many costs what
+    its bytes cost on the wire, where each copy queued by itself costs microseconds beyond (benchmarks/gpu_notes.md).
+    """
+
+    def __init__(self, to: Sequence[int], from_: Sequence[int], nbytes: Sequence[int], most: int) -> None:
+        """most: bytes of a call."""
+        cuda = _cuda()
+        self._calls: list[tuple[list[Any], list[Any], list[int]]] = []
+        used = most
+        for target, source, size in zip(to, from_, nbytes, strict=True):
+            if used + size > most:
+                self._calls.append(([], [], []))
+                used = 0
+            targets, sources, sizes = self._calls[-1]
+            targets.append(cuda.CUdeviceptr(target))
+            sources.append(cuda.CUdeviceptr(source))
+            sizes.append(size)
+            used += size
+        self._attributes = cuda.CUmemcpyAttributes()
+        self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
+    def queue(self, stream: Any) -> None:
+        """In the order of a torch stream, which must not be the default one."""
+        cuda = _cuda()
+        there = cuda.CUstream(stream.cuda_stream)
+        for targets, sources, sizes in self._calls:
+            code = cuda.cuMemcpyBatchAsync(targets, sources, sizes, len(sizes), [self._attributes], [0], 1, there)
+            _checked(f"queueing a batch of {len(sizes)} copies", code[:1])

@@ -2,8 +2,8 @@
 
 A launch is described by a table of int64 in device memory, one row for each job (FIELDS), and by lists that say which job and
 which tile of it a program works on. `tile_kernel` works on a tile inside one group (blocks, rows, tensors); `rows_kernel` on
-a tile that holds many groups of one row each. Both have a mode that only looks: absmax into memory, and NaN and infinities
-counted.
+a tile that holds many groups of one row each, and it has a mode that only looks: absmax into memory, NaN and infinities
+counted. For the former triton_look has a kernel for that.
 
 Every division is the correctly rounded one: Triton's own operator is two units in the last place off. Imported only where
 there is CUDA (or TRITON_INTERPRET=1 in the tests).
@@ -29,7 +29,8 @@ COUNTS = 5
 
 
 @triton.jit
-def _bf16(x):
+def rounded(x):
+    """To bfloat16 and back."""
     return x.to(tl.bfloat16).to(tl.float32)
 
 
@@ -98,8 +99,8 @@ def _scale(
         elif SCALE == "two_level":
             g = tl.div_rn(whole, tl.maximum(total, 1.1754943508222875e-38))
             if SCALE_ARITHMETIC == "bfloat16":
-                g = _bf16(_bf16(g) * (448.0 * DIVISOR))
-                s = _bf16(s)
+                g = rounded(rounded(g) * (448.0 * DIVISOR))
+                s = rounded(s)
             else:
                 g = g * (448.0 * DIVISOR)
             whole = tl.where((g.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000, 1.0, g)
@@ -110,11 +111,11 @@ def _scale(
             if LEAST > 0:
                 s = tl.maximum(s, LEAST)
             if SCALE_ARITHMETIC == "bfloat16":
-                s = _bf16(s)
+                s = rounded(s)
             stored = tl.where(s == 0, ZERO, s)
             used = stored
             if ARITHMETIC == "bfloat16":
-                used = _bf16(used)
+                used = rounded(used)
             if APPLY == "reciprocal":
                 used = tl.div_rn(1.0, used)
     return stored, used, whole
@@ -218,39 +219,39 @@ def _store_values(
 
 
 @triton.jit
-def _load(row, r, c, inside, SOURCE: tl.constexpr, ROUND: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr):
-    """float32 values at rows r and columns c of a job's view."""
+def pointers(row, r, c, WORD: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr):
+    """To the words at rows r and columns c of a job's view."""
     base = tl.load(row)
     row_stride = tl.load(row + 1)
     if ALIGNED:
         base = tl.multiple_of(base, 16)
         row_stride = tl.multiple_of(row_stride, 8)
-    pointer = base.to(tl.pointer_type(SOURCE)) + (r.to(tl.int64) * row_stride)[:, None]
+    pointer = base.to(tl.pointer_type(WORD)) + (r.to(tl.int64) * row_stride)[:, None]
     if CONTIGUOUS:
         pointer = pointer + c[None, :]
         if ALIGNED:
             pointer = tl.max_contiguous(tl.multiple_of(pointer, (1, 16)), (1, 16))
     else:
         pointer = pointer + (c.to(tl.int64) * tl.load(row + 2))[None, :]
-    w = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+    return pointer
+
+
+@triton.jit
+def _load(row, r, c, inside, SOURCE: tl.constexpr, ROUND: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr):
+    """float32 values at rows r and columns c of a job's view."""
+    w = tl.load(pointers(row, r, c, SOURCE, CONTIGUOUS, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     if ROUND:
-        w = _bf16(w)
+        w = rounded(w)
     return w
 
 
 @triton.jit
-def tile_kernel(
-    table, tile_job, tile_at, stats, FIELDS: tl.constexpr, SLOTS: tl.constexpr, LOOK: tl.constexpr, REPORT: tl.constexpr,
-    SOURCE: tl.constexpr, ROUND: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr, POWER: tl.constexpr, APPLY: tl.constexpr,
-    ARITHMETIC: tl.constexpr, SCALE_ARITHMETIC: tl.constexpr, INVERSE: tl.constexpr, DIVISOR: tl.constexpr, FLOOR: tl.constexpr,
-    LEAST: tl.constexpr, ZERO: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BEYOND: tl.constexpr,
-    NEGATIVE_ZERO: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, SHAPE: tl.constexpr,
-):  # fmt: skip
-    """One program: a tile [R, C] within one group of one job. LOOK: only absmax and NaN, infinities."""
-    program = tl.program_id(0)
-    row = table + tl.load(tile_job + program).to(tl.int64) * FIELDS
-    at = tl.load(tile_at + program)
+def place(row, at, ALIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Where tile `at` of a job lies, tiles [R, C] being counted over (group row, group column, tile row, tile column).
+
+    (its group, its row and column of tiles in it, its first row, its first column, ends of the group's rows and columns), rows
+    and columns as the view counts them: they may begin below 0.
+    """
     rows = tl.load(row + 3).to(tl.int32)
     cols = tl.load(row + 4).to(tl.int32)
     top = tl.load(row + 5).to(tl.int32)
@@ -262,23 +263,40 @@ def tile_kernel(
         cols = tl.multiple_of(cols, 16)
         left = tl.multiple_of(left, 16)
         group_cols = tl.multiple_of(group_cols, 16)
-    # the tile's number counts over (group row, group column, tile row, tile column)
     across = tl.cdiv(group_cols, C)
     down = tl.cdiv(group_rows, R)
     b = at % across
     a = (at // across) % down
     group = at // (across * down)
-    i = group // grid_cols
-    j = group % grid_cols
-    row_low = (top // group_rows + i) * group_rows - top
-    col_low = (left // group_cols + j) * group_cols - left
+    row_low = (top // group_rows + group // grid_cols) * group_rows - top
+    col_low = (left // group_cols + group % grid_cols) * group_cols - left
     row_end = tl.minimum(row_low + group_rows, rows)
     col_end = tl.minimum(col_low + group_cols, cols)
-    r = row_low + a * R + tl.arange(0, R)
     c_low = col_low + b * C
     if ALIGNED:
         c_low = tl.multiple_of(c_low, 16)
         col_end = tl.multiple_of(col_end, 16)
+    return group, a, b, row_low + a * R, c_low, row_end, col_end
+
+
+@triton.jit
+def tile_kernel(
+    table, tile_job, tile_at, stats, FIELDS: tl.constexpr, SLOTS: tl.constexpr, REPORT: tl.constexpr,
+    SOURCE: tl.constexpr, ROUND: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, G: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr, POWER: tl.constexpr, APPLY: tl.constexpr,
+    ARITHMETIC: tl.constexpr, SCALE_ARITHMETIC: tl.constexpr, INVERSE: tl.constexpr, DIVISOR: tl.constexpr, FLOOR: tl.constexpr,
+    LEAST: tl.constexpr, ZERO: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BEYOND: tl.constexpr,
+    NEGATIVE_ZERO: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile [R, C] within one group of one job."""
+    program = tl.program_id(0)
+    row = table + tl.load(tile_job + program).to(tl.int64) * FIELDS
+    at = tl.load(tile_at + program)
+    cols = tl.load(row + 4).to(tl.int32)
+    if ALIGNED:
+        cols = tl.multiple_of(cols, 16)
+    group, a, b, r_low, c_low, row_end, col_end = place(row, at, ALIGNED, R, C)
+    r = r_low + tl.arange(0, R)
     c = c_low + tl.arange(0, C)
     r_inside = (r >= 0) & (r < row_end)
     inside = r_inside[:, None] & ((c >= 0) & (c < col_end))[None, :]
@@ -286,63 +304,52 @@ def tile_kernel(
     magnitude = w.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     own = tl.max(magnitude)
     nonfinite = own * 0
-    if LOOK or REPORT:  # noqa: SIM102 - one is known when compiling, the other when running
+    if REPORT:  # noqa: SIM102 - one is known when compiling, the other when running
         if own >= 0x7F800000:
             nonfinite = tl.sum((magnitude >= 0x7F800000).to(tl.int32))
-    if LOOK:
-        where = tl.load(row + 18)
-        if where != 0:
-            tl.atomic_max(where.to(tl.pointer_type(tl.int32)) + group, own)
-        total_at = tl.load(row + 13)
-        if total_at != 0:
-            tl.atomic_max(total_at.to(tl.pointer_type(tl.int32)), own)
-        found = tl.load(row + 19)
-        if (nonfinite != 0) & (found != 0):
-            tl.atomic_add(found.to(tl.pointer_type(tl.int64)), nonfinite.to(tl.int64))
+    known = tl.load(row + 12)
+    amax = own.to(tl.float32, bitcast=True)
+    if known != 0:
+        amax = tl.load(known.to(tl.pointer_type(tl.float32)) + group)
+        limit = amax.to(tl.int32, bitcast=True)
+        if (own > limit) & (limit < 0x7F800000) & (tl.load(row + 10) != 0):
+            tl.atomic_add(stats + (program % SLOTS) * 5 + 4, 1)
+    total = amax
+    if SCALE == "two_level":
+        total = tl.load(tl.load(row + 13).to(tl.pointer_type(tl.float32)))
+    stored, used, whole = _scale(
+        amax, total, KIND, SCALE, POWER, APPLY, ARITHMETIC, SCALE_ARITHMETIC, INVERSE, DIVISOR, FLOOR, LEAST, ZERO
+    )
+    if APPLY == "divide":
+        y = _divided(w, used, _near(used), SCALE == "power_of_two", KIND == "fp8" and NEGATIVE_ZERO)
     else:
-        known = tl.load(row + 12)
-        amax = own.to(tl.float32, bitcast=True)
-        if known != 0:
-            amax = tl.load(known.to(tl.pointer_type(tl.float32)) + group)
-            limit = amax.to(tl.int32, bitcast=True)
-            if (own > limit) & (limit < 0x7F800000) & (tl.load(row + 10) != 0):
-                tl.atomic_add(stats + (program % SLOTS) * 5 + 4, 1)
-        total = amax
-        if SCALE == "two_level":
-            total = tl.load(tl.load(row + 13).to(tl.pointer_type(tl.float32)))
-        stored, used, whole = _scale(
-            amax, total, KIND, SCALE, POWER, APPLY, ARITHMETIC, SCALE_ARITHMETIC, INVERSE, DIVISOR, FLOOR, LEAST, ZERO
-        )
-        if APPLY == "divide":
-            y = _divided(w, used, _near(used), SCALE == "power_of_two", KIND == "fp8" and NEGATIVE_ZERO)
-        else:
-            y = w * used
-        if ARITHMETIC == "bfloat16":
-            y = _bf16(y)
-        code, value = _code(y, KIND, LOW, HIGH, NEGATIVE_ZERO)
-        values = tl.load(row + 10)
-        if values != 0:
-            if ALIGNED:
-                values = tl.multiple_of(values, 16)
-            _store_values(values, r, r_inside, c_low, col_end, cols, code, PACKED, ALIGNED, C, R)
-        first = (a == 0) & (b == 0)
-        scales = tl.load(row + 11)
-        _store_scales(scales, group, stored, first & (scales != 0), DTYPE)
-        if at == 0:
-            _store_rest(row, whole, SHAPE)
-        if REPORT:
-            # what is outside is 0, and so is its code's value
-            by = used if SCALE == "two_level" else stored
-            error = tl.max(tl.abs(value * by - w))
-            error = tl.div_rn(error, tl.where(amax > 0, amax, 1.0))
-            saturated = own * 0
-            largest = own.to(tl.float32, bitcast=True)
-            largest = tl.div_rn(largest, used) if APPLY == "divide" else largest * used
-            if largest > HIGH + BEYOND:  # else none is; |LOW| is not less than HIGH
-                out = (y > HIGH + BEYOND) | (y < LOW - BEYOND)
-                saturated = tl.sum(out.to(tl.int32))
-            zeros = ((amax == 0) & first).to(tl.int32)
-            _count(stats, program, error, saturated, zeros, nonfinite, SLOTS)
+        y = w * used
+    if ARITHMETIC == "bfloat16":
+        y = rounded(y)
+    code, value = _code(y, KIND, LOW, HIGH, NEGATIVE_ZERO)
+    values = tl.load(row + 10)
+    if values != 0:
+        if ALIGNED:
+            values = tl.multiple_of(values, 16)
+        _store_values(values, r, r_inside, c_low, col_end, cols, code, PACKED, ALIGNED, C, R)
+    first = (a == 0) & (b == 0)
+    scales = tl.load(row + 11)
+    _store_scales(scales, group, stored, first & (scales != 0), DTYPE)
+    if at == 0:
+        _store_rest(row, whole, SHAPE)
+    if REPORT:
+        # what is outside is 0, and so is its code's value
+        by = used if SCALE == "two_level" else stored
+        error = tl.max(tl.abs(value * by - w))
+        error = tl.div_rn(error, tl.where(amax > 0, amax, 1.0))
+        saturated = own * 0
+        largest = own.to(tl.float32, bitcast=True)
+        largest = tl.div_rn(largest, used) if APPLY == "divide" else largest * used
+        if largest > HIGH + BEYOND:  # else none is; |LOW| is not less than HIGH
+            out = (y > HIGH + BEYOND) | (y < LOW - BEYOND)
+            saturated = tl.sum(out.to(tl.int32))
+        zeros = ((amax == 0) & first).to(tl.int32)
+        _count(stats, program, error, saturated, zeros, nonfinite, SLOTS)
 
 
 @triton.jit
@@ -422,7 +429,7 @@ def rows_kernel(
         else:
             y = w3 * used3
         if ARITHMETIC == "bfloat16":
-            y = _bf16(y)
+            y = rounded(y)
         code, value = _code(y, KIND, LOW, HIGH, NEGATIVE_ZERO)
         values = tl.load(row + 10)
         if values != 0:

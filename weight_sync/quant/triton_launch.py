@@ -17,7 +17,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from numpy.typing import NDArray
 
 from weight_sync.errors import PlanError
-from weight_sync.quant import triton_kernels
+from weight_sync.quant import triton_kernels, triton_look
 from weight_sync.quant.kernel import Job, Prepared, Scan, Stats, check, check_view
 from weight_sync.quant.scheme import KINDS, Pair, Scheme
 
@@ -26,6 +26,8 @@ TILE = 1 << 14
 PART_TILE = 1 << 12
 """Most elements of a tile where it need not hold a whole group: when only looking, or when the group's absmax is known. More
 programs fit a multiprocessor then, and one loads while another computes: benchmarks/gpu_notes.md."""
+LOOK_LOOPS = 4
+"""Tiles that a program looks at before it reduces any."""
 ROWS_TILE = 1 << 13
 """Elements of a tile of many small groups."""
 MOST_WARPS = 8
@@ -44,6 +46,7 @@ class _Kind:
     contiguous: bool
     aligned: bool
     part: bool = False
+    loops: int = 1
 
     @property
     def warps(self) -> int:
@@ -68,8 +71,7 @@ class TritonKernel:
     def fetch(self, made: Sequence[Prepared]) -> None:
         mine = [one for one in made if isinstance(one, TritonPrepared) and one.ran]
         if mine:
-            counted = np.asarray(torch.stack([one.counts for one in mine]).cpu().numpy(), np.int64)
-            for one, here in zip(mine, counted, strict=True):
+            for one, here in zip(mine, _added(torch.stack([one.counts for one in mine])), strict=True):
                 one.here = here
 
     def scan(self, jobs: Sequence[Job]) -> list[Scan]:
@@ -95,7 +97,7 @@ class TritonKernel:
 
 
 class TritonScan:
-    """See weight_sync.quant.kernel.PreparedScan: tables are made once, a run is a launch and three small copies."""
+    """See weight_sync.quant.kernel.PreparedScan: tables are made once, a run is a launch and three copies."""
 
     def __init__(self, scheme: Scheme, jobs: Sequence[Job], kept: Sequence[bool]) -> None:
         for job in jobs:
@@ -104,36 +106,37 @@ class TritonScan:
         grids = np.asarray([_grid(scheme, job) for job in jobs], np.int64).reshape(-1, 2)
         sizes = grids.prod(axis=1)[np.asarray(kept, np.bool_)]
         self.at: Any = np.append(0, np.cumsum(sizes))
-        self.amax: Any = np.zeros(int(self.at[-1]), np.float32)
-        self.most: Any = np.zeros(len(jobs), np.float32)
-        self.nonfinite: Any = np.zeros(len(jobs), np.int64)
+        device = jobs[0].view.device if jobs else torch.device("cpu")
+        # Pinned: millions of groups come to the host, and the session brings them back.
+        sizes_ = (int(self.at[-1]), torch.int32), (len(jobs), torch.int32), (len(jobs), torch.int64)
+        self._host = [torch.zeros(n, dtype=dtype, pin_memory=device.type == "cuda") for n, dtype in sizes_]
+        self.amax: Any = self._host[0].view(torch.float32).numpy()
+        self.most: Any = self._host[1].view(torch.float32).numpy()
+        self.nonfinite: Any = self._host[2].numpy()
         self._jobs = list(jobs)  # keeps their memory alive
         self._launches: list[_Launch] = []
         if not jobs:
             return
-        device = jobs[0].view.device
-        self._amax = torch.zeros(len(self.amax), dtype=torch.int32, device=device)
-        self._most = torch.zeros(len(jobs), dtype=torch.int32, device=device)
-        self._nonfinite = torch.zeros(len(jobs), dtype=torch.int64, device=device)
+        self._found = [torch.zeros_like(here, device=device) for here in self._host]
+        amax, most, nonfinite = self._found
         table = _table(scheme, jobs)
         table[:, _COLUMN["found"]] = 0
-        table[np.flatnonzero(kept), _COLUMN["found"]] = self._amax.data_ptr() + 4 * self.at[:-1]
-        table[:, _COLUMN["nonfinite"]] = self._nonfinite.data_ptr() + 8 * np.arange(len(jobs))
-        table[:, _COLUMN["total"]] = self._most.data_ptr() + 4 * np.arange(len(jobs))
+        table[np.flatnonzero(kept), _COLUMN["found"]] = amax.data_ptr() + 4 * self.at[:-1]
+        table[:, _COLUMN["nonfinite"]] = nonfinite.data_ptr() + 8 * np.arange(len(jobs))
+        table[:, _COLUMN["total"]] = most.data_ptr() + 4 * np.arange(len(jobs))
         self._launches = _launches(scheme, jobs, table, look=True)
         for launch in self._launches:
-            launch.compile(self._nonfinite)
+            launch.compile(nonfinite)
 
     def run(self) -> None:
         if not self._launches:
             return
-        for tensor in (self._amax, self._most, self._nonfinite):
-            tensor.zero_()
+        for there in self._found:
+            there.zero_()
         for launch in self._launches:
-            launch(self._nonfinite)
-        self.amax[:] = self._amax.view(torch.float32).cpu().numpy()
-        self.most[:] = self._most.view(torch.float32).cpu().numpy()
-        self.nonfinite[:] = self._nonfinite.cpu().numpy()
+            launch(self._found[2])
+        for here, there in zip(self._host, self._found, strict=True):
+            here.copy_(there)
 
 
 def _grid(scheme: Scheme, job: Job) -> Pair:
@@ -168,7 +171,8 @@ def _kind(scheme: Scheme, job: Job, look: bool = False) -> _Kind:
     most = PART_TILE if part else TILE
     width = min(max(_power(cols), least), most)
     height = min(_power(rows), max(1, most // width))
-    return _Kind(False, (height, width), 1, job.source_dtype, contiguous, aligned, part)
+    loops = min(LOOK_LOOPS, _power(-(-rows // height))) if look else 1
+    return _Kind(False, (height, width), 1, job.source_dtype, contiguous, aligned, part, loops)
 
 
 def _tiles(scheme: Scheme, job: Job, kind: _Kind) -> int:
@@ -176,7 +180,7 @@ def _tiles(scheme: Scheme, job: Job, kind: _Kind) -> int:
     if kind.rows_kernel:
         return -(-job.size[0] // kind.tile[0]) * -(-cols // (kind.tile[1] // kind.group))
     sizes = scheme.groups(job.shape)
-    return rows * cols * -(-sizes[0] // kind.tile[0]) * -(-sizes[1] // kind.tile[1])
+    return rows * cols * -(-sizes[0] // (kind.tile[0] * kind.loops)) * -(-sizes[1] // kind.tile[1])
 
 
 def _split(scheme: Scheme, job: Job, kind: _Kind) -> bool:
@@ -203,29 +207,42 @@ class _Launch:
 
     def __init__(self, scheme: Scheme, kind: _Kind, table: Any, tiles: tuple[Any, Any], look: bool, report: bool) -> None:
         self._table, self._tiles = table, tiles
-        self._kernel: Any = triton_kernels.rows_kernel if kind.rows_kernel else triton_kernels.tile_kernel
-        shape = [part.dtype for part in scheme.parts if part.name == "shape"]
+        rounds = kind.source == "float32" and scheme.weight == "bfloat16"
         self._constants: dict[str, Any] = {
-            "FIELDS": len(triton_kernels.FIELDS), "SLOTS": triton_kernels.SLOTS, "LOOK": look, "REPORT": report,
-            "SOURCE": getattr(tl, kind.source), "ROUND": kind.source == "float32" and scheme.weight == "bfloat16",
-            "CONTIGUOUS": kind.contiguous, "ALIGNED": kind.aligned, "R": kind.tile[0], "C": kind.tile[1], "G": kind.group,
-            "KIND": scheme.kind, "SCALE": scheme.scale, "POWER": scheme.power, "APPLY": scheme.apply,
-            "ARITHMETIC": scheme.arithmetic, "SCALE_ARITHMETIC": scheme.scale_arithmetic, "INVERSE": scheme.inverse,
-            "DIVISOR": scheme.divisor, "FLOOR": scheme.floor, "LEAST": scheme.least, "ZERO": scheme.zero,
-            "LOW": scheme.bounds[0], "HIGH": scheme.bounds[1], "BEYOND": KINDS[scheme.kind][2],
-            "NEGATIVE_ZERO": scheme.negative_zero, "PACKED": scheme.packed, "DTYPE": scheme.part("scales").dtype,
-            "SHAPE": getattr(tl, shape[0]) if shape else None, "num_warps": kind.warps,
+            "FIELDS": len(triton_kernels.FIELDS), "SOURCE": getattr(tl, kind.source), "ROUND": rounds,
+            "CONTIGUOUS": kind.contiguous, "ALIGNED": kind.aligned, "R": kind.tile[0], "C": kind.tile[1],
+            "num_warps": kind.warps,
         }  # fmt: skip
+        self._kernel: Any = triton_kernels.rows_kernel if kind.rows_kernel else triton_kernels.tile_kernel
+        self._counts = True
+        if look and not kind.rows_kernel:
+            self._kernel, self._counts = triton_look.look_kernel, False
+            self._constants |= {"LOOPS": kind.loops, "HALF": kind.source == "bfloat16"}
+            return
+        shape = [part.dtype for part in scheme.parts if part.name == "shape"]
+        self._constants |= {
+            "SLOTS": triton_kernels.SLOTS, "REPORT": report, "G": kind.group, "KIND": scheme.kind, "SCALE": scheme.scale,
+            "POWER": scheme.power, "APPLY": scheme.apply, "ARITHMETIC": scheme.arithmetic,
+            "SCALE_ARITHMETIC": scheme.scale_arithmetic, "INVERSE": scheme.inverse, "DIVISOR": scheme.divisor,
+            "FLOOR": scheme.floor, "LEAST": scheme.least, "ZERO": scheme.zero, "LOW": scheme.bounds[0],
+            "HIGH": scheme.bounds[1], "BEYOND": KINDS[scheme.kind][2], "NEGATIVE_ZERO": scheme.negative_zero,
+            "PACKED": scheme.packed, "DTYPE": scheme.part("scales").dtype, "SHAPE": getattr(tl, shape[0]) if shape else None,
+        }  # fmt: skip
+        if kind.rows_kernel:
+            self._constants["LOOK"] = look
 
     def compile(self, stats: Any) -> None:
         """Compile now, which takes seconds, and not while engines are paused."""
         if hasattr(self._kernel, "warmup"):  # Triton's interpreter compiles nothing
             with self._there():
-                self._kernel.warmup(self._table, *self._tiles, stats, grid=(1,), **self._constants)
+                self._kernel.warmup(*self._arguments(stats), grid=(1,), **self._constants)
 
     def __call__(self, stats: Any) -> None:
         with self._there():
-            self._kernel[(len(self._tiles[0]),)](self._table, *self._tiles, stats, **self._constants)
+            self._kernel[(len(self._tiles[0]),)](*self._arguments(stats), **self._constants)
+
+    def _arguments(self, stats: Any) -> tuple[Any, ...]:
+        return self._table, *self._tiles, *((stats,) if self._counts else ())
 
     def _there(self) -> Any:
         """Triton launches on the thread's current device, whose stream orders nothing on the one that the tensors are on."""
@@ -314,16 +331,22 @@ class TritonPrepared:
     def stats(self) -> Stats:
         if not self.ran:
             return Stats()
-        rows = self._counted()
-        error = float(rows[:, 0].max().astype(np.int32).view(np.float32))
-        return Stats(error, *(int(n) for n in rows[:, 1:4].sum(0)), elements=self._elements)
+        error, saturated, zeros, nonfinite, _ = self._counted().tolist()
+        error = float(np.asarray(error, np.int32).view(np.float32))
+        return Stats(error, saturated, zeros, nonfinite, elements=self._elements)
 
     def outgrown(self) -> int:
-        return int(self._counted()[:, 4].sum()) if self.ran else 0
+        return int(self._counted()[4]) if self.ran else 0
 
     def _counted(self) -> NDArray[np.int64]:
         """The statistics of the last run, brought to the host once."""
         here = self.here
         if here is None:
-            here = self.here = np.asarray(self.counts.cpu().numpy(), np.int64)
+            here = self.here = _added(self.counts[None])[0]
         return here
+
+
+def _added(counts: torch.Tensor) -> NDArray[np.int64]:
+    """What the slots [n, SLOTS, COUNTS] of n runs come to: the largest error, the sums of the others."""
+    both = torch.cat([counts[:, :, :1].amax(1), counts[:, :, 1:].sum(1)], 1)
+    return np.asarray(both.cpu().numpy(), np.int64)

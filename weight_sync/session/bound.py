@@ -177,9 +177,9 @@ class Bound:
         """Add pieces of transfers to their digests, if digests are wanted; pieces of a transfer come in row-major order."""
         if self._digests is None:
             return
-        mine = [i for i, piece in enumerate(flight.pieces) if piece.row not in self._whole]
-        rows, first = [flight.pieces[i].row for i in mine], [flight.first[i] for i in mine]
-        self._digests.pieces((self._wave, group), rows, first, [views[i] for i in mine], self._odd)
+        mine, rows, first = flight.digested(self._whole)
+        mine_only = views if len(mine) == len(views) else [views[i] for i in mine]
+        self._digests.pieces((self._wave, group), rows, first, mine_only, self._odd)
 
     def finished_digests(self) -> str:
         """Of the transfers of this rank in order, 16 hex digits each; empty where none are wanted."""

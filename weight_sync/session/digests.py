@@ -117,13 +117,14 @@ class DeviceDigests:
             tables = Tables([boxes[i] for i in even], 8)
             nbytes = np.asarray([all_views[i].numel() * all_views[i].element_size() for i in even], np.uint64)
             strange = [(i, all_views[i]) for i in odd]  # not made of whole aligned words: in practice a few bytes
-            self._kept[group] = strange, even, tables.owner, nbytes, tables.on(self._device, kernels.PER_PROGRAM)
-        strange, even, owner, nbytes, launch = self._kept[group]
+            launch = tables.on(self._device, kernels.PER_PROGRAM)
+            self._kept[group] = strange, even, (list(keys), [keys[i] for i in even]), tables.owner, nbytes, launch
+        strange, even, known, owner, nbytes, launch = self._kept[group]
         for i, view in strange:
             self._host.add(keys[i], to_host(view))
         with torch.cuda.device(self._device):  # hex() waits for this device's stream, whichever the thread's current device is
             sums = kernels.launch_digest(*launch)
-        self._begun.append((group, [keys[i] for i in even], owner, nbytes, sums))
+        self._begun.append((group, _members(keys, known, even), owner, nbytes, sums))
 
     def pieces(
         self, group: object, keys: Sequence[Any], first: Sequence[int], views: Sequence[Any], odd: Collection[Any] = ()
@@ -141,13 +142,20 @@ class DeviceDigests:
             tables = Tables.of_ranges(np.asarray([views[i].data_ptr() for i in even], np.int64), sizes, 8)
             tables.table[:, 6] = np.asarray([first[i] // 8 for i in even], np.int64)
             launch = tables.on(self._device, kernels.PER_PROGRAM)
-            self._kept[group] = strange, even, tables.owner, sizes.astype(np.uint64), launch
-        strange, even, owner, nbytes, launch = self._kept[group]
+            self._kept[group] = (
+                strange,
+                even,
+                (list(keys), [keys[i] for i in even]),
+                tables.owner,
+                sizes.astype(np.uint64),
+                launch,
+            )
+        strange, even, known, owner, nbytes, launch = self._kept[group]
         for i in strange:
             self._host.add(keys[i], to_host(views[i]))
         with torch.cuda.device(self._device):
             sums = kernels.launch_digest(*launch)
-        self._begun.append((group, [keys[i] for i in even], owner, nbytes, sums))
+        self._begun.append((group, _members(keys, known, even), owner, nbytes, sums))
 
     def text(self, keys: Sequence[Any]) -> str:
         import torch  # pyright: ignore[reportMissingImports]
@@ -217,6 +225,11 @@ class _Order:
             raise VerifyError(f"no byte was digested of {len(nothing)} regions: {listed(str(names[i]) for i in nothing)}")
         place = np.asarray([regions.get(key, 0) for key in keys], np.int64)
         return cls(list(keys), begun, order, first, some, sizes, place, [i for i, key in enumerate(keys) if key not in regions])
+
+
+def _members(keys: Sequence[Any], known: tuple[list[Any], list[Any]], even: list[int]) -> list[Any]:
+    """The keys at `even`, in practice those of the last time: `known` has all of them then, and these."""
+    return known[1] if list(keys) == known[0] else [keys[i] for i in even]
 
 
 def split_digests(text: str) -> list[str]:

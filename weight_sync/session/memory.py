@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from operator import attrgetter, eq, methodcaller
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.box import row_major
 from weight_sync.session.contracts import LiveParam, LiveStorage
 from weight_sync.session.digests import Digests, HostDigests
+from weight_sync.session.places import Places
 
 Bytes = NDArray[np.uint8]
 DEVICES = ("cpu", "cuda")
@@ -128,7 +128,7 @@ class Memory:
         self.params, self.storages = describe(tensors, where)
         self._by_name = {p.name: p for p in self.params}
         self._flat: dict[str, Any] = {}
-        self._at = _Places(tensors)
+        self._at = Places(tensors)
 
     @property
     def device(self) -> str:
@@ -210,46 +210,6 @@ def device_of(tensors: Mapping[str, Any]) -> str:
     """As RankDescription.device has it: "cuda" where any tensor is on a GPU (a mixture is refused when it is bound)."""
     types = {getattr(getattr(t, "device", None), "type", "cpu") for t in tensors.values()}
     return "cuda" if "cuda" in types else "cpu"
-
-
-class _Places:
-    """Address of the first element, shape, strides and dtype of tensors: all that decides which byte is which element.
-
-    There may be ten thousand, looked at several times in each sync: column by column that is a third faster.
-    """
-
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._names = list(tensors)
-        self._columns = [list(column) for column in _columns(tensors.values())]
-
-    def same(self, tensors: Mapping[str, Any]) -> bool:
-        """Whether these have the same names, in this order, and lie in the same places."""
-        if list(tensors) != self._names:
-            return False
-        return all(all(map(eq, now, then)) for now, then in zip(_columns(tensors.values()), self._columns, strict=True))
-
-
-def _columns(tensors: Collection[Any]) -> tuple[Iterable[Any], ...]:
-    if any(isinstance(t, np.ndarray) for t in tensors):
-        return map(_address, tensors), map(attrgetter("shape"), tensors), map(_strides, tensors), map(_dtype, tensors)
-    return (
-        map(methodcaller("data_ptr"), tensors),
-        map(attrgetter("shape"), tensors),
-        map(methodcaller("stride"), tensors),
-        map(attrgetter("dtype"), tensors),
-    )
-
-
-def _address(tensor: Any) -> int:
-    return tensor.__array_interface__["data"][0] if isinstance(tensor, np.ndarray) else tensor.data_ptr()
-
-
-def _strides(tensor: Any) -> tuple[int, ...]:
-    return tensor.strides if isinstance(tensor, np.ndarray) else tensor.stride()
-
-
-def _dtype(tensor: Any) -> Any:
-    return getattr(tensor, "dtype_label", tensor.dtype)
 
 
 def not_contiguous(p: LiveParam) -> str | None:

@@ -7,8 +7,8 @@ kernels when a plan is bound; a sync only runs them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class Flight:
 
     offsets: of each piece in the staging buffer, None where it is written from where it lies. first: byte of its transfer at
     which each piece begins. made: fills those that are made of weights. views: what is written of each piece, where that always
-    lies in the same place.
+    lies in the same place. digested(): which pieces are digested as pieces, their rows and first bytes.
     """
 
     pieces: tuple[Piece, ...]
@@ -42,6 +42,14 @@ class Flight:
     batch: Batch
     made: Prepared | None
     views: tuple[Any, ...] | None
+    _digested: list[tuple[list[int], list[int], list[int]]] = field(default_factory=list, init=False)
+
+    def digested(self, whole: Collection[int]) -> tuple[list[int], list[int], list[int]]:
+        """whole: rows that are not; always the same ones, so this is worked out once."""
+        if not self._digested:
+            mine = [i for i, piece in enumerate(self.pieces) if piece.row not in whole]
+            self._digested.append((mine, [self.pieces[i].row for i in mine], [self.first[i] for i in mine]))
+        return self._digested[0]
 
 
 def flights(bound: Bound, pieces: Sequence[Piece], done: dict[int, int]) -> list[Flight]:
@@ -113,14 +121,14 @@ def _together(bound: Bound, pieces: Sequence[Piece]) -> Sequence[Piece]:
     return [pieces[i] for i in order.tolist()]
 
 
-def write_pieces(transport: Transport, bound: Bound, round_: int, deadline: Deadline) -> tuple[int, int]:
+def write_pieces(transport: Transport, bound: Bound, round_: int, deadline: Deadline) -> tuple[int, list[Ticket]]:
     """Fill and write the pieces of a round; while one half of the staging buffer is on the wire, the other is filled.
 
-    On a device that keeps the order of what it is asked, everything is asked for at once, and waited for at the end.
-    Returns (bytes, writes).
+    On a device that keeps the order of what it is asked, everything is asked for at once. Returns the bytes that are known to
+    be written, and the tickets of those that may still be on the wire.
     """
     flying: deque[Ticket] = deque()
-    moved, writes = 0, 0
+    moved = 0
     ordered = transport if isinstance(transport, DeviceOrdered) else None
     for number, flight in enumerate(bound.flights[round_]):
         if ordered is not None:
@@ -132,8 +140,7 @@ def write_pieces(transport: Transport, bound: Bound, round_: int, deadline: Dead
         if ordered is None:
             bound.memory.settle()  # what was packed is there before the transport looks
         flying.append(transport.write(flight.batch))
-        writes += len(flight.pieces)
-    return moved + sum(transport.wait(ticket, deadline).nbytes for ticket in flying), writes
+    return moved, list(flying)
 
 
 def _filled(bound: Bound, flight: Flight) -> Sequence[Any]:

@@ -295,15 +295,18 @@ class SourceAgent:
                 tickets.append(transport.write(batch))
                 bound.digest_batch(number, rows)
             bound.digest_staged()
-        moved, writes = write_pieces(transport, bound, round_, deadline)
-        # After the last byte was read here by address, while direct writes are still on their way: together with quiesce(),
+        moved, flying = write_pieces(transport, bound, round_, deadline)
+        tickets += flying
+        writes = sum(len(flight.pieces) for flight in bound.flights[round_])
+        # After the last byte was asked for here by address, while writes are still on their way: together with quiesce(),
         # which looked before the first, it says that what was digested and packed was the parameters. If not, the sync ends.
         self._not_moved(bound)
         last = round_ == bound.schedule.rounds - 1
         digests = bound.finished_digests() if last else None
+        if round_ == 0:
+            writes += sum(len(batch.nbytes) for _, batch in bound.batches)
         for ticket in tickets:
             moved += transport.wait(ticket, deadline).nbytes
-            writes += len(ticket.batch.nbytes)
         self._writing = False
         if last and bound.quantiser is not None:
             bound.quantiser.check_outgrown()

@@ -1,9 +1,12 @@
-"""CUDA IPC: one kernel of ours writes straight into another process's device memory, over NVLink or PCIe, inside one host.
+"""CUDA IPC: this GPU writes straight into another process's device memory, over NVLink or PCIe, inside one host.
 
-One launch serves thousands of ranges and walks strides itself, so nothing is packed and a short run costs what a long one does.
-The peer takes no part. What a peer registered stands in a file of its own in shared memory (mode 0600: only the same user
-finds it) with the handles of its allocations. The fence is on the device: every thread block of a launch first reads the
-peer's epoch from the peer's memory and copies nothing when it is gone.
+Long ranges are the copy engines'. All others are one launch of a kernel, which walks strides itself, so nothing is packed and
+a short run costs what a long one does. The peer takes no part. What a peer registered stands in a file of its own in shared
+memory (mode 0600: only the same user finds it) with the handles of its allocations.
+
+The fence is on the device: every thread block of a launch first reads the peer's epoch from the peer's memory and copies
+nothing when it is gone. Queued copies cannot; who queues them says so in the peer's memory (ipc_records), and the peer's
+close() returns when none is left.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from weight_sync.device.tables import Tables, pair
 from weight_sync.errors import BindError, ConfigError, TransportError
 from weight_sync.ids import Deadline
 from weight_sync.transport.base import Batch, Completion, Endpoint, Region, Ticket
+from weight_sync.transport.ipc_copies import AREA_BYTES as RECORDS_BYTES
+from weight_sync.transport.ipc_copies import CopyEngine, Meeting, long_ranges
+from weight_sync.transport.ipc_records import drain, forget
 from weight_sync.transport.probe_area import AREA_BYTES, SCRATCH_OFFSET, new_epoch, pack_header, prove
 from weight_sync.transport.regions import (
     RegionTable,
@@ -41,6 +47,8 @@ _POLL_SECONDS = 50e-6
 _SETTLE_SECONDS = 0.1
 """After the epoch is gone from the device: the thread blocks that had read it before finish within microseconds, unless their
 GPU was given to another process in between; this is many times a scheduler's time slice."""
+_DRAIN_SECONDS = 20.0
+"""How long close() waits for copies that its peers had queued before; whole models take tenths of a second."""
 _NONCE = secrets.token_hex(16)
 """With the pid it names this process: two containers that share /dev/shm may have one pid, a fork has its parent's nonce."""
 _EPOCH_AT = 8
@@ -49,16 +57,39 @@ _EPOCH_AT = 8
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """regions: what it had registered when probed. shift: to add to its addresses, by allocation. opened: mapped here."""
+    """regions: what it had registered when probed. shift: to add to its addresses, by allocation. opened: mapped here.
+
+    meeting: our record in its memory, with which copy engines may be used; None: the kernel does all.
+    """
 
     regions: RegionTable
     bases: Any
     shifts: Any
     opened: list[int]
+    meeting: Meeting | None = None
 
     def here(self, remote: Any) -> Any:
         """Addresses of the peer as addresses of this process."""
         return remote + self.shifts[np.searchsorted(self.bases, remote, side="right") - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A batch as the device takes it. kernel: tables of here and there, blocks, bytes of a word. copies: of long ranges."""
+
+    kernel: tuple[Any, Any, Any, int] | None
+    copies: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """missed: counts thread blocks that found the peer's epoch gone. refused: it was gone before copies were queued."""
+
+    batch: Batch
+    events: tuple[Any, ...]
+    missed: Any
+    refused: bool
+    started: float
 
 
 class CudaIpcTransport:
@@ -89,14 +120,15 @@ class CudaIpcTransport:
         self._regions = RegionTable()
         self._exported: dict[int, tuple[int, str]] = {}
         self._peers: dict[Endpoint, _Peer] = {}
-        self._prepared: WeakKeyDictionary[Batch, Any] = WeakKeyDictionary()
-        self._flights: dict[int, tuple[Batch, Any, Any, float]] = {}
+        self._prepared: WeakKeyDictionary[Batch, dict[bool, _Prepared]] = WeakKeyDictionary()
+        self._flights: dict[int, _Flight] = {}
         self._tickets = count()
         self._unusable: str | None = None
         with torch.cuda.device(self._device):
-            self._area = torch.zeros(AREA_BYTES, dtype=torch.uint8, device=self._device)
+            self._area = torch.zeros(AREA_BYTES + RECORDS_BYTES, dtype=torch.uint8, device=self._device)
             # Above the caller's kernels: else its blocks wait for those of a kernel that fills the next staging buffer.
             self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._engine = CopyEngine(torch, ipc, kernels, self._device)
         self._put(self._area.data_ptr(), pack_header(self._epoch))
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
         descriptor, name = tempfile.mkstemp(prefix="weight_sync-ipc-", dir=folder)
@@ -142,6 +174,9 @@ class CudaIpcTransport:
             raise
         if endpoint in self._peers:
             self._close_peer(self._peers[endpoint])
+        assert endpoint.probe is not None
+        records = int(peer.here(np.asarray([endpoint.probe[0] + AREA_BYTES]))[0])
+        peer.meeting = self._engine.meet(Path(endpoint.address.rpartition("@")[0]), records)
         self._peers[endpoint] = peer
         for batch in [batch for batch in self._prepared if batch.endpoint == endpoint]:
             del self._prepared[batch]
@@ -156,21 +191,25 @@ class CudaIpcTransport:
         self._check_usable()
         if ticket.id not in self._flights:
             raise ValueError(f"ticket {ticket.id} is not in flight on this transport")
-        self._torch.cuda.current_stream(self._device).wait_event(self._flights[ticket.id][1])
+        for event in self._flights[ticket.id].events:
+            self._torch.cuda.current_stream(self._device).wait_event(event)
 
     def wait(self, ticket: Ticket, deadline: Deadline) -> Completion:
         self._check_usable()
         if ticket.id not in self._flights:
             raise ValueError(f"ticket {ticket.id} is not in flight on this transport: each is waited for once")
         # One that fails stays in _flights until close() has waited for it: its launch may still be reading the batch's tables.
-        batch, event, missed, started = self._flights[ticket.id]
+        flight = self._flights[ticket.id]
+        batch = flight.batch
         try:
-            while not event.query():
+            while not all(event.query() for event in flight.events):
                 if deadline.remaining() <= 0:
                     reason = f"not done within the deadline of {deadline.seconds:g} s"
                     raise failed_range(batch, 0, reason, "deadline")
                 time.sleep(_POLL_SECONDS)
-            if programs := int(missed.item()):
+            if flight.refused:
+                raise failed_range(batch, 0, "the peer closed: its epoch was gone before copies were queued", "closed peer")
+            if flight.missed is not None and (programs := int(flight.missed.item())):
                 raise failed_range(batch, 0, f"the peer closed: {programs} thread blocks found its epoch gone", "closed peer")
         except TransportError as error:
             self._unusable = f"an earlier batch failed with code {error.code}"
@@ -179,10 +218,11 @@ class CudaIpcTransport:
             self._unusable = f"a CUDA error: {error}"
             raise failed_range(batch, 0, f"CUDA reports: {error}", "cuda") from error
         del self._flights[ticket.id]
-        return Completion(int(batch.nbytes.sum()), time.monotonic() - started)
+        return Completion(int(batch.nbytes.sum()), time.monotonic() - flight.started)
 
     def close(self) -> None:
-        """Takes this side's epoch off the device, waits for what this side launched, and unmaps its peers."""
+        """Takes this side's epoch off the device, waits for what this side launched and for copies that peers had queued for
+        its memory, and unmaps its peers."""
         if self._unusable == "closed":
             raise failed_peer(f"cuda_ipc {self._file.name}", "the transport is closed", "closed")
         self._unusable = "closed"
@@ -190,10 +230,14 @@ class CudaIpcTransport:
         try:
             self._put(self._area.data_ptr(), bytes(len(pack_header(0))))
             self._stream.synchronize()
+            self._engine.stream.synchronize()
         except RuntimeError as error:
             raise failed_peer(f"cuda_ipc {self._file.name}", f"CUDA reports: {error}; end this process", "cuda") from error
         if len(self._regions):
             time.sleep(_SETTLE_SECONDS)
+            if reason := drain(self._file, self._records, _DRAIN_SECONDS):
+                raise failed_peer(f"cuda_ipc {self._file.name}", f"{reason}; end this process", "not drained")
+        forget(self._file)
         for peer in self._peers.values():
             self._close_peer(peer)
         self._peers.clear()
@@ -205,27 +249,41 @@ class CudaIpcTransport:
         if batch.endpoint not in self._peers:
             raise failed_peer(batch.endpoint, "this peer was never probed", "not probed")
         peer = self._peers[batch.endpoint]
-        local, remote, blocks, word = self._tables(batch, peer)
+        made = self._made(batch, peer, reads)
         caller = self._torch.cuda.current_stream(self._device)
-        with self._torch.cuda.device(self._device), self._torch.cuda.stream(self._stream):
-            # What the caller's stream still does to the local bytes comes first.
-            for stream in {self._torch.cuda.default_stream(self._device), caller}:
-                self._stream.wait_stream(stream)
-            missed = self._torch.zeros(1, dtype=self._torch.int64, device=self._device)
-            assert batch.endpoint.probe is not None
-            fence = int(peer.here(np.asarray([batch.endpoint.probe[0] + _EPOCH_AT]))[0]), batch.endpoint.epoch, missed
-            source, target = (remote, local) if reads else (local, remote)
-            self._kernels.launch_copy(source, target, blocks, word, fence)
-            event = self._torch.cuda.Event()
-            event.record(self._stream)
+        # What the caller's stream still does to the local bytes comes first.
+        before = {self._torch.cuda.default_stream(self._device), caller}
+        assert batch.endpoint.probe is not None
+        epoch_at = int(peer.here(np.asarray([batch.endpoint.probe[0] + _EPOCH_AT]))[0])
+        events, missed, refused = [], None, False
+        with self._torch.cuda.device(self._device):
+            if made.copies is not None:
+                assert peer.meeting is not None
+                for stream in before:
+                    self._engine.stream.wait_stream(stream)
+                refused = not self._engine.queue(peer.meeting, made.copies, epoch_at, batch.endpoint.epoch)
+                events.append(self._engine.stream.record_event())
+            if made.kernel is not None:
+                local, remote, blocks, word = made.kernel
+                with self._torch.cuda.stream(self._stream):
+                    for stream in before:
+                        self._stream.wait_stream(stream)
+                    missed = self._torch.zeros(1, dtype=self._torch.int64, device=self._device)
+                    source, target = (remote, local) if reads else (local, remote)
+                    self._kernels.launch_copy(source, target, blocks, word, (epoch_at, batch.endpoint.epoch, missed))
+                    events.append(self._stream.record_event())
         ticket = Ticket(next(self._tickets), batch)
-        self._flights[ticket.id] = batch, event, missed, time.monotonic()
+        self._flights[ticket.id] = _Flight(batch, tuple(events), missed, refused, time.monotonic())
         return ticket
 
-    def _tables(self, batch: Batch, peer: _Peer) -> Any:
-        """The batch as tables on the device. Made, and checked, once for a batch that is written again and again."""
-        if batch in self._prepared:
-            return self._prepared[batch]
+    def _made(self, batch: Batch, peer: _Peer, reads: bool) -> _Prepared:
+        """The batch as tables and lists. Made, and checked, once for a batch that is written again and again."""
+        both = self._prepared.setdefault(batch, {})
+        if reads not in both:
+            both[reads] = self._prepare(batch, peer, reads)
+        return both[reads]
+
+    def _prepare(self, batch: Batch, peer: _Peer, reads: bool) -> _Prepared:
         # Extents, not payloads: a strided box must lie in registered memory as a whole.
         boxes = batch.boxes
         local, remote = (batch.nbytes, batch.nbytes) if boxes is None else map(
@@ -234,19 +292,31 @@ class CudaIpcTransport:
         check_local(replace(batch, nbytes=local, boxes=None), self._regions)
         check_remote(replace(batch, nbytes=remote, boxes=None), peer.regions)
         mapped = peer.here(batch.remote)
+        # Reads are the kernel's: whoever closes may not know who reads there, and need not.
+        long = long_ranges(batch) if peer.meeting is not None and not reads else np.zeros(len(batch.nbytes), np.bool_)
+        copies = self._engine.prepare(mapped[long], batch.local[long], batch.nbytes[long]) if long.any() else None
+        rest = np.flatnonzero(~long)
+        return _Prepared(self._tables(batch, mapped, rest) if len(rest) else None, copies)
+
+    def _tables(self, batch: Batch, mapped: Any, rest: Any) -> tuple[Any, Any, Any, int]:
+        """Entries `rest` of the batch, whose remote addresses are `mapped` here."""
+        boxes, starts, nbytes = batch.boxes, (batch.local[rest], mapped[rest]), batch.nbytes[rest]
         if boxes is None:
-            word = int(np.gcd.reduce(np.concatenate([batch.local, mapped, batch.nbytes, [8]])))
-            here, there = (Tables.of_ranges(at, batch.nbytes, word) for at in (batch.local, mapped))
+            word = int(np.gcd.reduce(np.concatenate([*starts, nbytes, [8]])))
+            here, there = (Tables.of_ranges(at, nbytes, word) for at in starts)
         else:
+            strides = boxes.local_strides[rest], boxes.remote_strides[rest]
             here, there = pair(*(
-                [(int(a), 1, s, n) for a, s, n in zip(at, strides.tolist(), boxes.shape.tolist(), strict=True)]
-                for at, strides in ((batch.local, boxes.local_strides), (mapped, boxes.remote_strides))
+                [(int(a), 1, s, n) for a, s, n in zip(at, steps.tolist(), boxes.shape[rest].tolist(), strict=True)]
+                for at, steps in zip(starts, strides, strict=True)
             ))  # fmt: skip
         made, blocks = here.on(self._device, self._kernels.PER_PROGRAM)
         other, _ = there.on(self._device, self._kernels.PER_PROGRAM)
-        tables = made, other, blocks, here.word
-        self._prepared[batch] = tables
-        return tables
+        return made, other, blocks, here.word
+
+    def _records(self) -> list[tuple[int, int]]:
+        raw = self._get(self._area.data_ptr() + AREA_BYTES, RECORDS_BYTES)
+        return [(int(issued), int(done)) for issued, done in np.frombuffer(raw, np.int64).reshape(-1, 2)]
 
     def _export(self, address: int, nbytes: int) -> None:
         """Handles for every allocation that [address, address + nbytes) touches: a torch storage lies in one."""
@@ -257,7 +327,7 @@ class CudaIpcTransport:
 
     def _publish(self) -> None:
         if not self._exported:
-            self._export(self._area.data_ptr(), AREA_BYTES)
+            self._export(self._area.data_ptr(), AREA_BYTES + RECORDS_BYTES)
         content = {
             "process": self._process,
             "epoch": self._epoch,
@@ -301,6 +371,9 @@ class CudaIpcTransport:
 
     def _close_peer(self, peer: _Peer) -> None:
         with self._torch.cuda.device(self._device):
+            if peer.meeting is not None:
+                self._engine.part(peer.meeting)
+                peer.meeting = None
             for address in peer.opened:
                 self._ipc.close_handle(address)
         peer.opened.clear()
