@@ -33,6 +33,11 @@ class BindError(WeightSyncError):
     """A plan does not fit the live processes: other shapes, too little memory, a moved or restarted peer."""
 
 
+class WitnessError(BindError):
+    """What is declared is not what a witness saw: the engine's own loader, the trainer's own export. It stays so until the
+    declaration, or the job, is another."""
+
+
 class RolloutError(WeightSyncError):
     """An inference engine refused or failed a control request (pause, begin, finish, resume)."""
 

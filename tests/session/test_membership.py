@@ -196,6 +196,22 @@ def test_a_trainer_rank_that_extends_to_another_plan_is_found() -> None:
     world.commit(2)
 
 
+def test_a_leave_whose_plan_cannot_shrink_says_that_the_engine_has_left_all_the_same() -> None:
+    world = world_of()
+    world.commit(1)
+    agent = world.source_agents[1]
+    original = agent._extend
+    agent._extend = lambda payload: original(payload) | {"digest": "0" * 32}  # type: ignore[method-assign]
+    with pytest.raises(PlanError, match="extended the plan to another than the controller's") as caught:
+        world.sync.leave("e1")
+    assert caught.value.__notes__ == ["engine e1 has left all the same; the next sync plans and binds everything anew"]
+    assert states(world) == {"e0": "ready(1)"}
+    assert world.sync.version == 1
+    departed(world, "e1")
+    world.step()
+    world.commit(2)
+
+
 def test_an_engine_unlike_the_others_is_refused_before_it_is_paused() -> None:
     world = world_of()
     world.commit(1)

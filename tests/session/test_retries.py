@@ -9,7 +9,7 @@ import pytest
 from failure_support import BOOM
 from session_support import DENSE, NEVER_SHORT_RUNS, World, admitted, build, declared, departed
 
-from weight_sync.errors import ConfigError, PlanError, RolloutError, SessionError, TransportError, VerifyError
+from weight_sync.errors import ConfigError, PlanError, RolloutError, SessionError, TransportError, VerifyError, WitnessError
 from weight_sync.plan.schedule import Budget
 from weight_sync.session.failure import FailurePolicy
 from weight_sync.session.registry import ReplicaState
@@ -131,7 +131,7 @@ def test_the_last_attempts_error_is_raised_with_those_before_as_notes() -> None:
     world.commit(1)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(BOOM), PlanError(BOOM), ConfigError(BOOM)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(BOOM), PlanError(BOOM), ConfigError(BOOM), WitnessError(BOOM)])
 def test_what_another_attempt_cannot_change_is_not_tried_again(error: BaseException) -> None:
     world, watch = world_of(TWICE)
     world.traps.at("engine e1", "begin", error)

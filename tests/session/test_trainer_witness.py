@@ -17,6 +17,7 @@ from test_quantised import SCHEMES, quantised
 
 from weight_sync.errors import BindError, SessionError
 from weight_sync.session import exported
+from weight_sync.session.failure import FailurePolicy
 from weight_sync.session.inprocess import typed
 from weight_sync.session.inputs import Declared, layout_of
 from weight_sync.session.silent import SilentObserver
@@ -137,6 +138,14 @@ def test_a_wrong_declaration_is_committed_without_the_witness_and_refused_with_i
     assert "elements differ, first at [" in text
     assert "exported" in text
     assert sorted(exports.ended) == [0, 1], "a rank that finds a difference goes on to the end, where the others wait"
+
+
+def test_a_refusal_by_the_witness_is_not_tried_again_for_the_export_would_say_the_same() -> None:
+    world = build(failure=FailurePolicy(attempts=3))
+    wrongly_declared(world, WRONG["two norms exchanged"][0])
+    exports = watched(world)
+    refused(world, "the declared layout is not what the trainer's own export holds")
+    assert sorted(exports.ended) == [0, 1]
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["declared", "published"])

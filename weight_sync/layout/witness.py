@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weight_sync.errors import BindError, listed
+from weight_sync.errors import WitnessError, listed
 from weight_sync.layout.box import Box
 from weight_sync.layout.table import Layout, Shard
 
@@ -21,7 +21,7 @@ def agree(
     unexplained: Mapping[str, str],
     computed: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise BindError, naming tensor, rank and both boxes, unless the recording of one rank equals the declared layout.
+    """Raise WitnessError, naming tensor, rank and both boxes, unless the recording of one rank equals the declared layout.
 
     recorded: shards as Layout.rank_to_json writes them. unexplained: HF name -> operation the recorder could not express.
     computed: HF name -> operation that the rules declare (computed_names). The loader must apply the same one, and place the
@@ -54,7 +54,7 @@ def agree(
         elif reason := _differ(a, b):
             problems.append(f"{tensor} -> {param}: {reason}")
     if problems:
-        raise BindError(
+        raise WitnessError(
             f"rollout rank {rank}: the declared layout is not what the engine's own loader does: {listed(problems)}"
         )
 
@@ -62,7 +62,7 @@ def agree(
 def agree_on_tensors(
     declared: Layout, rank: int, recorded: Iterable[Mapping[str, Any]], unexplained: Mapping[str, str]
 ) -> None:
-    """Raise BindError unless the loader of one rank reads exactly the HF tensors of which the declared layout gives it a part.
+    """Raise WitnessError unless one rank's loader reads exactly the HF tensors of which the declared layout gives it a part.
 
     For ranks that receive whole HF tensors and place them with that loader: where to, and how transposed, cast or computed, is
     its own business. recorded, unexplained: as of agree(); a key of `unexplained` that is no HF tensor is another write.
@@ -75,7 +75,7 @@ def agree_on_tensors(
     problems += [f"{name}: the loader applies {unexplained[name]}, which is no move of elements" for name in elsewhere]
     if problems:
         where = f"rollout rank {rank}"
-        raise BindError(f"{where}: the declared layout is not what the engine's own loader does: {listed(problems)}")
+        raise WitnessError(f"{where}: the declared layout is not what the engine's own loader does: {listed(problems)}")
 
 
 def _differ(declared: list[Shard], recorded: list[Shard]) -> str | None:

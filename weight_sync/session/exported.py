@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_sync.errors import BindError, listed
+from weight_sync.errors import BindError, WitnessError, listed
 from weight_sync.ids import ITEMSIZE, Deadline
 from weight_sync.layout.table import Layout, Param, Shard
 from weight_sync.session.arrays import PIECE, on_host, to_host
@@ -142,14 +142,16 @@ class Comparison:
             self.elements += shard.box.volume
 
     def end(self) -> None:
-        """Raise BindError if anything was wrong or never came."""
+        """Raise WitnessError if anything was wrong or never came."""
         problems = self.problems + [
             f"{name}: declared to be in {listed(shard.param for shard in self._shards[name])}, but never exported"
             for name in self._missing
         ]
         if problems:
             where = f"trainer rank {self._rank}"
-            raise BindError(f"{where}: the declared layout is not what the trainer's own export holds: {listed(problems, 4)}")
+            raise WitnessError(
+                f"{where}: the declared layout is not what the trainer's own export holds: {listed(problems, 4)}"
+            )
 
     def _is_copy(self, tensor: Any) -> bool:
         """Whether a tensor that no plan has may be another name for one that it has: the head of a tied model.

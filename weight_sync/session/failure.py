@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from weight_sync.errors import ConfigError, PlanError, TransportError, VerifyError, WeightsError
+from weight_sync.errors import ConfigError, PlanError, TransportError, VerifyError, WeightsError, WitnessError
 from weight_sync.session.calls import blamed
 from weight_sync.session.connect import Connection
 from weight_sync.session.fence import Fence
@@ -73,7 +73,7 @@ class Lessons:
 
 def worth_retrying(error: BaseException) -> bool:
     """Whether another attempt could end otherwise: not for what was declared wrongly, for NaN in weights, for an interrupt."""
-    return isinstance(error, Exception) and not isinstance(error, ConfigError | PlanError | WeightsError)
+    return isinstance(error, Exception) and not isinstance(error, ConfigError | PlanError | WeightsError | WitnessError)
 
 
 def blamed_engines(error: BaseException, connection: Connection | None, names: list[str]) -> set[str]:

@@ -363,7 +363,11 @@ class WeightSync:
         before, self._connection = self._connection, None
         if before is not None and len(before.bindings) > 1:
             deadline = Deadline.after(self._timeouts.connect)
-            self._connection = shrink(self._trainers, before, place, self._controller, deadline)
+            try:
+                self._connection = shrink(self._trainers, before, place, self._controller, deadline)
+            except Exception as error:
+                error.add_note(f"engine {name} has left all the same; the next sync plans and binds everything anew")
+                raise
 
     # -- a controller that was restarted ---------------------------------------------------------------------------
 
