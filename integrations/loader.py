@@ -54,6 +54,10 @@ class Published:
                 return tuple(shape[1:]) if part.name == "shape" else tuple(shape[: part.dims])
         return tuple(shape)
 
+    def views(self, staged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same memory, in the shapes that a checkpoint has."""
+        return {name: tensor.view(self.shape(name, tensor.shape)) for name, tensor in staged.items()}
+
     def planned(self, recording: Recording, shapes: Mapping[str, Sequence[int]]) -> Recording:
         """A recording of tensors as published, with the boxes that they are in the plan. shapes: of the plan, by HF name."""
         for shard in recording.shards:

@@ -62,6 +62,14 @@ CHANNEL = {
 }
 """The quantization_config of compressed-tensors' fp8 with a scale for each row."""
 
+_ROWS = CHANNEL["config_groups"]["group_0"]
+TENSOR = CHANNEL | {
+    "config_groups": {
+        "group_0": _ROWS | {part: _ROWS[part] | {"strategy": "tensor"} for part in ("weights", "input_activations")}
+    }
+}
+"""The same with one scale for the tensor."""
+
 
 def model_of(checkpoint: Path) -> Model:
     config = json.loads((checkpoint / "config.json").read_text())

@@ -65,6 +65,7 @@ class SglangEngine:
         self._mode: PauseMode | None = None
         self._verified = ""
         self._by_loader = False
+        self._updating = False  # we opened an update of SGLang's that we have not ended
 
     def close(self) -> None:
         """Close connections. The server is not touched."""
@@ -170,7 +171,8 @@ class SglangEngine:
                 )
         elif self._offers_update(deadline):
             if left_open:
-                self._http.post("/end_weight_update", {}, deadline)  # left open by a controller that died
+                self._end_update(deadline)  # left open by a controller that died
+            self._updating = True  # from here on it may be open, whatever is answered
             self._http.post("/begin_weight_update", {}, deadline)
         self._verified = ""
         payload = {"session": session, "version": version, "plan": plan}
@@ -215,7 +217,7 @@ class SglangEngine:
         if self._by_loader:
             pass  # each worker's loader has ended with SGLang's post-processing; the route would do it a second time
         elif self._offers_update(deadline):
-            self._http.post("/end_weight_update", {}, deadline)
+            self._end_update(deadline)
         elif self._offers_post_process(deadline) and any(answer["derived"] for answer in ended.values()):
             self._http.post("/post_process_weights", {"post_load_weights": True}, deadline)
         self._workers.all("settle", {"session": session}, deadline)
@@ -252,19 +254,23 @@ class SglangEngine:
         """End `session` without commit. A paused engine stays paused, and describe() says why.
 
         An engine that was never paused keeps serving what it served. Whatever fails here, the remaining workers are
-        still told; all failures are reported together.
+        still told; all failures are reported together. An update of SGLang's that is open is ended only where this controller
+        or the session that ends here has begun it: another is somebody else's, and to end it would post-process their weights.
         """
         failures: list[str] = []
+        ours, still_open = self._updating, False
         for rank in self._workers.ranks:
             try:
-                self._workers.one(rank, "abort", {"session": session, "reason": reason}, deadline)
+                answer = self._workers.one(rank, "abort", {"session": session, "reason": reason}, deadline)
+                ours |= answer["in_update"]
+                still_open |= answer["update_open"]
             except WeightSyncError as error:
                 failures.append(str(error))
         self._verified = ""
         if failures:
             raise RolloutError(f"engine {self.name}: abort({reason!r}) did not reach every worker: " + "; ".join(failures))
-        if not self._by_loader and any(state["update_open"] for state in self.state(deadline).values()):
-            self._http.post("/end_weight_update", {}, deadline)
+        if ours and still_open and not self._by_loader:
+            self._end_update(deadline)
 
     # -- beside the contract ---------------------------------------------------------------------------------------
 
@@ -345,6 +351,10 @@ class SglangEngine:
             fields = {name for schema in schemas.values() for name in schema.get("properties", {})}
             self._offers = frozenset(content.get("paths", {})) | frozenset(fields)
         return self._offers
+
+    def _end_update(self, deadline: Deadline) -> None:
+        self._http.post("/end_weight_update", {}, deadline)
+        self._updating = False
 
     def _offers_update(self, deadline: Deadline) -> bool:
         return {"/begin_weight_update", "/end_weight_update"} <= self._openapi(deadline)

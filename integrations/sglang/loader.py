@@ -135,7 +135,7 @@ class SglangLoader(SecondLoad):
                 self._opened[built.path] = Opened(built, self._own[id(built)])
         taken: list[str] = []
         with _as_loading(self._model, self._dtype), _absorbing(self._model, staged), reads, run_inline():
-            self._model.load_weights(given({n: t.view(self._published.shape(n, t.shape)) for n, t in staged.items()}, taken))
+            self._model.load_weights(given(self._published.views(staged), taken))
         if missed := sorted(set(staged) - set(taken)):
             raise VerifyError(f"{self._where}: SGLang's loader stopped before it had asked for {listed(missed)}")
         self._came |= staged.keys()

@@ -271,11 +271,15 @@ class Worker:
         return self.state({})
 
     def abort(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """The session {session, reason} is over without commit. Suspect weights stay suspect."""
+        """The session {session, reason} is over without commit. Suspect weights stay suspect.
+
+        Answers also {"in_update"}: a session was open here whose weights were written within an update of SGLang's.
+        """
+        in_update = bool(self._session) and self._loader is None
         if self._agent is not None:
             self._agent.call("abort", payload)  # closes the transport: what is still under way cannot land any more
         self._session, self._aborted = "", payload["reason"]
-        return self.state({})
+        return self.state({}) | {"in_update": in_update}
 
     def forget(self, payload: dict[str, Any]) -> dict[str, Any]:
         """The weights were replaced from elsewhere: the last committed version is no longer what is served."""

@@ -13,13 +13,15 @@ What this file adds, because vLLM's reload does not do it:
   CPU it packs them): a reload would leave checkpoint weights where packed ones are read. So the kernel is dropped first.
 - A head that is tied to the embedding is given no weight of its own, so vLLM leaves it as it was, with what it had packed of
   the embedding's old values. It is post-processed again.
+- In a plan the scale of a tensor has two dims, and vLLM's loaders want the shape that a checkpoint has: they get that.
 - A load that fails leaves the model on `meta`. abandon() puts the tensors back that its kernels read.
 """
 
 from __future__ import annotations
 
+import json
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +29,8 @@ import torch
 
 from weight_sync.errors import RolloutError, VerifyError, listed
 from weight_sync_integrations.inventory import Found, Inventory, Policy
-from weight_sync_integrations.loader import Fed, Held, Reads, Rehearsal, SecondLoad, allocate, given
-from weight_sync_integrations.recorder import Recording, Spec, record
+from weight_sync_integrations.loader import Fed, Held, Published, Reads, Rehearsal, SecondLoad, allocate, given
+from weight_sync_integrations.recorder import Recording, record
 from weight_sync_integrations.vllm import live, tensors
 
 _RECOMPUTES = "made anew by vLLM's post-processing whenever its loader runs"
@@ -39,6 +41,7 @@ class VllmLoader(SecondLoad):
 
     def __init__(self, model: torch.nn.Module, config: Any, where: str) -> None:
         self._model, self._config, self._where = model, config, where
+        self._published = published(config)
         self._reads: Reads | None = None
         self._fed = Fed()
         self._rehearsed: Rehearsal | None = None
@@ -51,7 +54,8 @@ class VllmLoader(SecondLoad):
         """Staging beside the weights, and a rehearsal: BindError where the loader would not use exactly these tensors."""
         device = next(p.device for p in self._model.parameters())
         staged = allocate(nbytes, places, device)
-        self._rehearsed = Rehearsal.of(rehearse(self._model, staged), places, self._where)
+        recording = rehearse(self._model, {n: (t.shape, t.dtype) for n, t in staged.items()}, self._published)
+        self._rehearsed = Rehearsal.of(recording, places, self._where)
         return staged
 
     def account(self, declare: Mapping[str, str], captured: bool) -> Inventory:
@@ -98,7 +102,7 @@ class VllmLoader(SecondLoad):
         reads.restage(staged)
         taken: list[str] = []
         with torch.no_grad(), reads:
-            said = self._model.load_weights(given(staged, taken))
+            said = self._model.load_weights(given(self._published.views(staged), taken))
             if last:
                 finalize_layerwise_reload(self._model, self._config.model_config)
         if missed := sorted(set(staged) - set(taken)):
@@ -165,10 +169,18 @@ def _answer_of(layer: Any) -> torch.Tensor:
         return layer.cpu_linear(rows, layer.weight, None)
 
 
-def rehearse(model: torch.nn.Module, specs: Mapping[str, Spec]) -> Recording:
+def published(config: Any) -> Published:
+    """Shapes of the HF tensors that vLLM's loaders expect. config: vLLM's whole config."""
+    served = json.loads(config.model_config.hf_text_config.to_json_string(use_diff=False))
+    return Published(served.get("quantization_config"))
+
+
+def rehearse(model: torch.nn.Module, specs: Mapping[str, tuple[Sequence[int], torch.dtype]], published: Published) -> Recording:
     """What load_weights does with these HF tensors, on parameters as they were before post-processing. Nothing changes."""
+    shapes = {name: (published.shape(name, shape), dtype) for name, (shape, dtype) in specs.items()}
     with as_built(model):
-        recording = record(model, specs, model.load_weights)
+        seen = record(model, shapes, model.load_weights)
+        recording = published.planned(seen, {name: shape for name, (shape, _) in specs.items()})
         parameters = dict(model.named_parameters())
         filled = {name for name, _ in live.weights(model) if name in parameters}
     recording.uncovered = {name: n for name, n in recording.uncovered.items() if name in filled}

@@ -19,7 +19,7 @@ import torch
 from weight_sync.errors import BindError, listed
 from weight_sync_integrations.recorder_roles import record_roles
 from weight_sync_integrations.vllm import live
-from weight_sync_integrations.vllm.loader import rehearse
+from weight_sync_integrations.vllm.loader import published, rehearse
 from weight_sync_integrations.vllm.tensors import live_tensors
 
 
@@ -52,10 +52,10 @@ def loadable(model: torch.nn.Module) -> Iterator[None]:
             layer._parameters[name] = now
 
 
-def record(models: list[tuple[str, torch.nn.Module]], payload: dict[str, Any]) -> dict[str, Any]:
+def record(models: list[tuple[str, torch.nn.Module]], payload: dict[str, Any], config: Any) -> dict[str, Any]:
     """Record one load of payload["tensors"]: {HF name: [shape, dtype name]}. -> a recorder Recording as a dict.
 
-    models: (role, model) of the target and of the drafts that are synced.
+    models: (role, model) of the target and of the drafts that are synced. config: vLLM's whole config.
     Where parameters do not stay as loaded, those that vLLM keeps for its own reload are recorded (loader.py).
     Raises: BindError where that is not possible (the loaders then expect tensors that are gone).
     """
@@ -66,7 +66,7 @@ def record(models: list[tuple[str, torch.nn.Module]], payload: dict[str, Any]) -
         if reason:
             lines = listed(f"{name}: {why}" for name, why in stuck.items())
             raise BindError(f"cannot record loading ({reason}): {lines}")
-        return asdict(rehearse(models[0][1], tensors))
+        return asdict(rehearse(models[0][1], tensors, published(config)))
     with ExitStack() as stack:
         for _, model in models:
             stack.enter_context(loadable(model))

@@ -223,7 +223,7 @@ def _record(worker: Any, payload: dict[str, Any]) -> dict[str, Any]:
     from weight_sync_integrations.vllm.record import record
 
     models = tensors.models_of(worker)
-    return record(models if payload.get("draft") == "sync" else models[:1], payload)
+    return record(models if payload.get("draft") == "sync" else models[:1], payload, worker.vllm_config)
 
 
 def _model(worker: Any) -> Any:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,14 @@ PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent / "published.json"
 RECIPES = [name for name in PUBLISHED if name != "source"]
 OURS = {"custom_megatron_init_path", "custom_config_path"}
 CHECKPOINT = "models/any"
+PUBLISHED_HOME = "HOME"
 
 
 def rendered(*overrides: str) -> Any:
-    return render(compose_job(["trainer=miles", *overrides]), Path("block.yaml"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def home() -> Iterator[None]:
-    """Recipes have the examples' places below the user's home."""
-    before = os.environ["HOME"]
-    os.environ["HOME"] = "HOME"
-    yield
-    os.environ["HOME"] = before
+    """Recipes have the examples' places below the user's home. Only here it is theirs: what is started writes into it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", PUBLISHED_HOME)
+        return render(compose_job(["trainer=miles", *overrides]), Path("block.yaml"))
 
 
 WORDS = {
@@ -160,6 +154,7 @@ def test_train_py_prints_the_command_and_starts_nothing_with_an_interpreter_that
     assert done.returncode == 1
     assert f"--custom-megatron-init-path {HOOK}" in done.stdout
     assert "cannot import miles" in done.stderr
+    assert not (support.ROOT / PUBLISHED_HOME).exists()  # SGLang makes its cache below the home as soon as it is imported
     assert not (tmp_path / "seen.json").exists()
 
 

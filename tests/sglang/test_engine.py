@@ -85,25 +85,35 @@ class Engine:
         self.schedulers = [scheduler for scheduler, _ in ranks]
         self._open = True
         self._threads: list[threading.Thread] = []
+        self.workers: list[Worker] = []
         sizes = {"tp": tp, "pp": pp, "dp": 1, "attn_tp": tp, "attn_dp": 1, "moe_ep": 1, "moe_tp": tp} | sizes
         for scheduler, coords in ranks:
             monkeypatch.setattr(worker_module, "_placement", lambda scheduler, coords=coords: (coords, sizes))
             made = Worker(scheduler)
             made.start()
+            self.workers.append(made)
             self._threads.append(threading.Thread(target=self._loop, args=(made,)))
             self._threads[-1].start()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         found = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
-        addresses = [WorkerAddress(entry["rank"], entry["host"], entry["port"]) for entry in found]
-        self.adapter = SglangEngine("e0", f"http://127.0.0.1:{self._server.server_address[1]}", addresses, "secret")
+        self._addresses = [WorkerAddress(entry["rank"], entry["host"], entry["port"]) for entry in found]
+        self._adapters: list[SglangEngine] = []
+        self.adapter = self.controller()
 
     def close(self) -> None:
         self._open = False
         for thread in self._threads:
             thread.join()
         self._server.shutdown()
-        self.adapter.close()
+        for adapter in self._adapters:
+            adapter.close()
+
+    def controller(self) -> SglangEngine:
+        """The adapter as a controller has it that was just started."""
+        url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._adapters.append(SglangEngine("e0", url, self._addresses, "secret"))
+        return self._adapters[-1]
 
     def _loop(self, worker: Worker) -> None:
         while self._open:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from families_support import CHANNEL, YARN
+from families_support import CHANNEL, TENSOR, YARN
 from own_loader_support import trainer_ranks
 from test_engine import Engine, Scheduler
 
@@ -57,7 +57,6 @@ def compressed(form: str, ignore: list[str], weights: dict[str, Any], dynamic: s
     return CHANNEL | {"format": form, "ignore": ["lm_head", "re:.*mlp.gate$", *ignore], "config_groups": {"group_0": group}}
 
 
-TENSOR = compressed("float-quantized", [], {"num_bits": 8, "type": "float", "strategy": "tensor"}, "tensor")
 INT4 = compressed(
     "pack-quantized", ["re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
     {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, None,

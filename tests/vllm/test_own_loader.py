@@ -1,8 +1,9 @@
 """Engines whose live tensors are not the checkpoint's: what a sync brings is placed by vLLM's own loader (loader.py).
 
 The kernels are vLLM's own for CPUs here: they pack weights of linear layers into private memory (with AMX tiles a tensor inside
-a function, else an object of oneDNN), leave empty parameters behind, and rearrange experts. Nothing of ours takes their place.
-Two trainer ranks hold the rows of each HF tensor; what comes out must be what an engine holds that loaded it from disk.
+a function, else an object of oneDNN), leave empty parameters behind, and rearrange experts. Only the one that requantises
+weights to one scale is a stand-in, for a CPU lacks it. Two trainer ranks hold the rows of each HF tensor; what comes out must
+be what an engine holds that loaded it from disk.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.exact.exact_vllm import TRANSPORT, WorkersEngine, transport
-from tests.families_support import CHANNEL
+from tests.families_support import CHANNEL, TENSOR
 from tests.own_loader_support import trainer_ranks
 from tests.vllm.conftest import build_engine, greedy
 from weight_sync.config import engine_yaml, family_for, family_yaml, quant_yaml
@@ -52,15 +54,24 @@ class Engine(WorkersEngine):
 
 
 def stock_engine(model: Path, **options: Any) -> Any:
-    """An engine with vLLM's own CPU kernels."""
+    """An engine with vLLM's own CPU kernels, and a stand-in for the one that requantises, which a CPU lacks."""
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.quantization.utils import w8a8_utils
 
     from weight_sync_integrations.vllm import cpu
 
     assert not hasattr(utils.dispatch_cpu_unquantized_gemm, cpu._MARK), "an earlier test put stand-ins into this process"
     os.environ["WEIGHT_SYNC_TRANSPORT"] = json.dumps(TRANSPORT)
     cpu.apply = lambda: None
+    w8a8_utils.ops = SimpleNamespace(scaled_fp8_quant=scaled_fp8_quant_stand_in)
     return build_engine(model, **{"dtype": "bfloat16", **options})
+
+
+def scaled_fp8_quant_stand_in(weight: Any, scale: Any) -> tuple[Any, Any]:
+    """As the kernel does it: division by the scale, numbers out of range become the largest."""
+    import torch
+
+    return (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
 def session(llm: Any, model: Path, export: Path, landing: Landing, tp: int = 1, level: Level = Level.DIGEST) -> WeightSync:
@@ -119,6 +130,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, int, Level, dict[str, Any]]] = 
         "qwen3_moe", {}, None, 800_000, Level.FULL, {"tensor_parallel_size": 2, "dtype": "float32"},
     ),
     "fp8 with scales for rows, transposed": ("qwen3", {}, CHANNEL, 300_000, Level.DIGEST, {}),
+    "fp8 with one scale for the tensor, requantised": ("qwen3", {}, TENSOR, 300_000, Level.DIGEST, {}),
 }  # fmt: skip
 
 
