@@ -36,7 +36,9 @@ class Peer:
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Path:
-    return tmp_path / "weight_sync-ipc-peer"
+    path = tmp_path / "weight_sync-ipc-peer"
+    path.touch()
+    return path
 
 
 @pytest.mark.parametrize(("epoch_goes", "looked"), list(combinations_with_replacement(range(6), 2)))
@@ -107,7 +109,29 @@ def test_no_two_senders_have_one_record_until_all_are_taken(peer: Path) -> None:
     assert again is not None
     assert again.at == 7
     forget(peer)
+    assert list(peer.parent.iterdir()) == [peer]
+
+
+def test_at_a_peer_that_closed_no_record_is_taken_and_no_file_stays_behind(peer: Path) -> None:
+    peer.unlink()
+    forget(peer)
+    assert Sender.claim(peer) is None
     assert not list(peer.parent.iterdir())
+
+
+def test_a_lock_file_of_another_user_holds_nobody_up_and_proves_nothing(peer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = Sender.claim(peer)
+    assert sender is not None
+
+    def refuse(*arguments: object, **named: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ipc_records.os, "open", refuse)
+        assert drain(peer, lambda: [(1, 0)], 0.05) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        forget(peer)
 
 
 def test_copies_that_do_not_end_are_said_after_the_time_that_was_given(peer: Path) -> None:
@@ -144,6 +168,30 @@ def test_a_dead_senders_copies_are_not_waited_for_and_a_stopped_ones_are(
         process.kill()
     assert (reason is None) == (how is signal.SIGKILL)
     assert time.monotonic() - begun >= 0.2
+
+
+LET_GO = HOLD.replace("time.sleep", "import os; os.close(sender.descriptor); time.sleep")
+"""Its lock goes first, as where it is killed and has much else to close."""
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["seen", "in another container"])
+def test_a_sender_whose_lock_is_gone_counts_as_alive_as_long_as_its_process_may_have_device_files_to_close(
+    peer: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    monkeypatch.setattr(ipc_records, "_DEAD_SECONDS", 0.0)
+    monkeypatch.setattr(ipc_records, "_UNSEEN_SECONDS", 0.5)
+    hold = LET_GO if seen else LET_GO.replace("import sys", "import os; os.readlink = lambda path: 'pid:[1]'; import sys", 1)
+    with subprocess.Popen([sys.executable, "-c", hold, str(peer)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0\n"
+        time.sleep(0.2)
+        assert drain(peer, lambda: [(1, 0)], 0.3) is not None
+        if seen:
+            process.kill()  # and not waited for: it is a zombie when it is looked at
+        begun = time.monotonic()
+        assert drain(peer, lambda: [(1, 0)], 30.0) is None
+        assert seen or time.monotonic() - begun >= 0.5
+        process.kill()
 
 
 @settings(deadline=None)

@@ -5,6 +5,7 @@ The sender is a process of its own, so that it can be stopped and killed.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -127,3 +128,17 @@ def test_nothing_is_queued_for_a_peer_that_closed(pair: Pair) -> None:
     pair.queue(0)
     assert pair.said() == "closed peer"
     assert pair.written() == 0
+
+
+def test_what_a_sender_says_after_its_peer_closed_reaches_no_memory_of_others(pair: Pair) -> None:
+    """It says what it is about to queue before it looks at the epoch, wherever the record was."""
+    size = pair.transport._area.numel()
+    pair.transport.close()
+    del pair.transport
+    gc.collect()
+    others = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    pair.queue(0)
+    assert pair.said() == "closed peer"
+    torch.cuda.synchronize()
+    assert not any(bool(other.any()) for other in others)

@@ -31,7 +31,7 @@ from weight_sync.ids import Deadline
 from weight_sync.transport.base import Batch, Completion, Endpoint, Region, Ticket
 from weight_sync.transport.ipc_copies import AREA_BYTES as RECORDS_BYTES
 from weight_sync.transport.ipc_copies import CopyEngine, Meeting, long_ranges
-from weight_sync.transport.ipc_records import drain, forget
+from weight_sync.transport.ipc_records import SENDERS, drain, forget
 from weight_sync.transport.probe_area import AREA_BYTES, SCRATCH_OFFSET, new_epoch, pack_header, prove
 from weight_sync.transport.regions import (
     RegionTable,
@@ -46,13 +46,17 @@ from weight_sync.transport.regions import (
 _POLL_SECONDS = 50e-6
 _SETTLE_SECONDS = 0.1
 """After the epoch is gone from the device: the thread blocks that had read it before finish within microseconds, unless their
-GPU was given to another process in between; this is many times a scheduler's time slice."""
+GPU was given to another process in between; this is many times a scheduler's time slice. Over PCIe a record's last word may
+also overtake the bytes before it by as little."""
 _DRAIN_SECONDS = 20.0
 """How long close() waits for copies that its peers had queued before; whole models take tenths of a second."""
 _NONCE = secrets.token_hex(16)
 """With the pid it names this process: two containers that share /dev/shm may have one pid, a fork has its parent's nonce."""
 _EPOCH_AT = 8
 """Byte of the epoch in the probe area's header (probe_area.HEADER)."""
+_AREAS: list[Any] = []
+"""Of all transports of this process, also those that closed (74 KB each): a peer that does not know yet writes what it is about
+to do into it before it looks whether the epoch is there, and that must not be memory of others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +130,7 @@ class CudaIpcTransport:
         self._unusable: str | None = None
         with torch.cuda.device(self._device):
             self._area = torch.zeros(AREA_BYTES + RECORDS_BYTES, dtype=torch.uint8, device=self._device)
+            _AREAS.append(self._area)
             # Above the caller's kernels: else its blocks wait for those of a kernel that fills the next staging buffer.
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._engine = CopyEngine(torch, ipc, kernels, self._device)
@@ -157,7 +162,8 @@ class CudaIpcTransport:
         if (endpoint.transport, endpoint.protocol) != (self.name, "cuda_ipc"):
             raise failed_peer(endpoint, "the peer is not on the cuda_ipc transport", "protocol")
         self._torch.cuda.synchronize(self._device)  # gives this thread the device's context, which the driver's calls need
-        peer = self._open(endpoint, self._read_file(endpoint))
+        content = self._read_file(endpoint)
+        peer = self._open(endpoint, content)
         area = self._area.data_ptr() + SCRATCH_OFFSET
 
         def read(address: int, nbytes: int) -> bytes:
@@ -169,14 +175,15 @@ class CudaIpcTransport:
 
         try:
             prove(endpoint, read, write)
+            if endpoint in self._peers:
+                self._close_peer(self._peers.pop(endpoint))
+            if content.get("senders") == SENDERS:  # else it is of another version, and does not look at them when it closes
+                assert endpoint.probe is not None
+                records = int(peer.here(np.asarray([endpoint.probe[0] + AREA_BYTES]))[0])
+                peer.meeting = self._engine.meet(Path(endpoint.address.rpartition("@")[0]), records)
         except BaseException:
             self._close_peer(peer)
             raise
-        if endpoint in self._peers:
-            self._close_peer(self._peers[endpoint])
-        assert endpoint.probe is not None
-        records = int(peer.here(np.asarray([endpoint.probe[0] + AREA_BYTES]))[0])
-        peer.meeting = self._engine.meet(Path(endpoint.address.rpartition("@")[0]), records)
         self._peers[endpoint] = peer
         for batch in [batch for batch in self._prepared if batch.endpoint == endpoint]:
             del self._prepared[batch]
@@ -234,9 +241,9 @@ class CudaIpcTransport:
         except RuntimeError as error:
             raise failed_peer(f"cuda_ipc {self._file.name}", f"CUDA reports: {error}; end this process", "cuda") from error
         if len(self._regions):
-            time.sleep(_SETTLE_SECONDS)
             if reason := drain(self._file, self._records, _DRAIN_SECONDS):
                 raise failed_peer(f"cuda_ipc {self._file.name}", f"{reason}; end this process", "not drained")
+            time.sleep(_SETTLE_SECONDS)
         forget(self._file)
         for peer in self._peers.values():
             self._close_peer(peer)
@@ -256,22 +263,28 @@ class CudaIpcTransport:
         assert batch.endpoint.probe is not None
         epoch_at = int(peer.here(np.asarray([batch.endpoint.probe[0] + _EPOCH_AT]))[0])
         events, missed, refused = [], None, False
-        with self._torch.cuda.device(self._device):
-            if made.copies is not None:
-                assert peer.meeting is not None
-                for stream in before:
-                    self._engine.stream.wait_stream(stream)
-                refused = not self._engine.queue(peer.meeting, made.copies, epoch_at, batch.endpoint.epoch)
-                events.append(self._engine.stream.record_event())
-            if made.kernel is not None:
-                local, remote, blocks, word = made.kernel
-                with self._torch.cuda.stream(self._stream):
+        try:
+            with self._torch.cuda.device(self._device):
+                if made.copies is not None:
+                    assert peer.meeting is not None
                     for stream in before:
-                        self._stream.wait_stream(stream)
-                    missed = self._torch.zeros(1, dtype=self._torch.int64, device=self._device)
-                    source, target = (remote, local) if reads else (local, remote)
-                    self._kernels.launch_copy(source, target, blocks, word, (epoch_at, batch.endpoint.epoch, missed))
-                    events.append(self._stream.record_event())
+                        self._engine.stream.wait_stream(stream)
+                    refused = not self._engine.queue(peer.meeting, made.copies, epoch_at, batch.endpoint.epoch)
+                    events.append(self._engine.stream.record_event())
+                if made.kernel is not None:
+                    local, remote, blocks, word = made.kernel
+                    with self._torch.cuda.stream(self._stream):
+                        for stream in before:
+                            self._stream.wait_stream(stream)
+                        missed = self._torch.zeros(1, dtype=self._torch.int64, device=self._device)
+                        source, target = (remote, local) if reads else (local, remote)
+                        self._kernels.launch_copy(source, target, blocks, word, (epoch_at, batch.endpoint.epoch, missed))
+                        events.append(self._stream.record_event())
+        except BaseException as error:
+            self._unusable = f"a batch could not be queued: {error}"  # as a whole; some of it may be under way
+            if isinstance(error, (BindError, RuntimeError)):
+                raise failed_range(batch, 0, f"cannot be queued: {error}", "cuda") from error
+            raise
         ticket = Ticket(next(self._tickets), batch)
         self._flights[ticket.id] = _Flight(batch, tuple(events), missed, refused, time.monotonic())
         return ticket
@@ -331,6 +344,7 @@ class CudaIpcTransport:
         content = {
             "process": self._process,
             "epoch": self._epoch,
+            "senders": SENDERS,
             "allocations": [[base, size, handle] for base, (size, handle) in sorted(self._exported.items())],
             "regions": [[r.address, r.nbytes] for r in self._regions.regions],
         }

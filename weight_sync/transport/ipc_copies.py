@@ -38,7 +38,7 @@ class CopyEngine:
     """A transport's queue of copies, on a stream of its own, and its words with its peers. One per transport."""
 
     def __init__(self, torch: Any, ipc: Any, kernels: Any, device: Any) -> None:
-        self._torch, self._ipc, self._kernels = torch, ipc, kernels
+        self._torch, self._ipc, self._kernels, self._device = torch, ipc, kernels, device
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device, priority=-1)
             self._control = torch.cuda.Stream(device, priority=-1)
@@ -50,36 +50,45 @@ class CopyEngine:
         return self._ipc.CopyBatches(to.tolist(), from_.tolist(), nbytes.tolist(), CALL_BYTES)
 
     def meet(self, peer: Path, records: int) -> Meeting | None:
-        """A record of ours at a peer, whose records lie from this address on; None where all are taken or the driver has no
+        """A record of ours at a peer, whose records lie from this address on; None where none is to be had or the driver has no
         batches of copies."""
         sender = Sender.claim(peer)
         if sender is None:
             return None
         at = records + RECORD_BYTES * sender.at
-        before = sender.last = self._get(at)  # of who had it before
-        number = sender.issue(lambda n: self._put(at, n), lambda: True)
-        try:
-            # Also proves that the driver has such batches, and that both numbers can be written.
-            self.prepare(*(np.asarray([a], np.int64) for a in (at + 8, at, 8))).queue(self.stream)
-            self.stream.synchronize()
-            if self._get(at + 8) == number:
-                return Meeting(sender, at)
-        except (BindError, AttributeError):  # a driver, or bindings, before 12.8
-            pass
-        self._put(at, before)
-        sender.close()
+        meeting = Meeting(sender, at)
+        with self._torch.cuda.device(self._device):
+            sender.last = self._get(at)  # of who had it before
+            number = sender.issue(lambda n: self._put(at, n), lambda: True)
+            try:
+                # Also proves that the driver has such batches, and that both numbers can be written.
+                self.prepare(*(np.asarray([a], np.int64) for a in (at + 8, at, 8))).queue(self.stream)
+                self.stream.synchronize()
+                if self._get(at + 8) == number:
+                    sender.owed = False
+                    return meeting
+            # Bindings before 12.8; a driver before it (bindings say RuntimeError); other arguments in bindings to come.
+            except (AttributeError, BindError, RuntimeError, TypeError):
+                pass
+            self.part(meeting)
         return None
 
     def queue(self, meeting: Meeting, copies: Any, epoch_at: int, epoch: int) -> bool:
         """Queue copies unless the peer's epoch is gone. The caller has made `stream` wait for what comes before."""
         number = meeting.sender.issue(lambda n: self._put(meeting.at, n), lambda: self._get(epoch_at) == epoch)
         if number:
+            if number % (ROUND // 2) == 1:  # else issued could come round to a done that is many batches old
+                self.stream.synchronize()
             copies.queue(self.stream)
             self._ipc.copy_later(meeting.at + 8, self._numbers.data_ptr() + 8 * number, 8, self.stream)
+            meeting.sender.owed = False
         return bool(number)
 
     def part(self, meeting: Meeting) -> None:
         self.stream.synchronize()
+        if meeting.sender.owed:  # something failed half way; now nothing is queued any more, and the peer need not wait for it
+            for address in (meeting.at + 8, meeting.at):
+                self._put(address, meeting.sender.last)
         meeting.sender.close()
 
     def _put(self, address: int, value: int) -> None:

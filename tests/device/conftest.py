@@ -1,0 +1,8 @@
+"""Makes the double of a GPU importable under its own name, and a fixture: tests are no package."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ipc_support import gpu  # noqa: F401

@@ -1,0 +1,222 @@
+"""The cuda_ipc transport over a double of GPU and driver (ipc_support): what it asks for, in which order, and what is left of a
+fence when something fails. tests/gpu has the same transport on real ones."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ipc_support import Gpu, Tensor
+
+from weight_sync.errors import BindError, TransportError
+from weight_sync.ids import Deadline
+from weight_sync.transport import cuda_ipc, ipc_copies, ipc_records
+from weight_sync.transport.base import Batch, Endpoint, Region
+from weight_sync.transport.cuda_ipc import CudaIpcTransport
+
+SOON = Deadline.after(60)
+LONG, SHORT = 256, 16  # bytes of a range that is a copy engine's, and of one that is not
+
+
+class Side:
+    """A process with a registered buffer of one value."""
+
+    def __init__(self, gpu: Gpu, value: int, name: str) -> None:
+        self.buffer = Tensor(np.full(LONG + SHORT, value, np.uint8), gpu)
+        self.transport = CudaIpcTransport()
+        self.transport._process = name
+        self.transport.register([Region(self.buffer.data_ptr(), LONG + SHORT)])
+
+    def batch(self, peer: Side, *, short: bool = True) -> Batch:
+        at, sizes = np.asarray([0, LONG][: 1 + short]), np.asarray([LONG, SHORT][: 1 + short])
+        endpoint = peer.transport.describe()
+        return Batch(endpoint, self.buffer.data_ptr() + at, peer.buffer.data_ptr() + at, sizes, ["a", "b"][: 1 + short])
+
+    def meeting(self, peer: Side) -> Any:
+        return self.transport._peers[peer.transport.describe()].meeting
+
+
+@pytest.fixture
+def sides(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Side, Side]:
+    """A sender of sevens and a peer with zeros."""
+    monkeypatch.setattr(ipc_copies, "COPY_FROM", LONG)
+    monkeypatch.setattr(cuda_ipc, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(cuda_ipc, "_DRAIN_SECONDS", 0.2)
+    make = cuda_ipc.tempfile.mkstemp
+    monkeypatch.setattr(cuda_ipc.tempfile, "mkstemp", lambda prefix, dir: make(prefix=prefix, dir=tmp_path))
+    return Side(gpu, 7, "sender"), Side(gpu, 0, "peer")
+
+
+def written(sender: Side, peer: Side) -> int:
+    return sender.transport.wait(sender.transport.write(sender.batch(peer)), SOON).nbytes
+
+
+def test_long_ranges_go_by_copy_engines_and_short_ones_by_the_kernel(sides: tuple[Side, Side], gpu: Gpu) -> None:
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    assert sender.meeting(peer) is not None
+    assert written(sender, peer) == LONG + SHORT
+    assert (peer.buffer.array == 7).all()
+    peer.transport.close()
+    sender.transport.close()
+    assert (gpu.strayed, gpu.opened) == ([], [])
+
+
+def test_a_peer_does_not_close_before_what_was_queued_for_it_is_done(sides: tuple[Side, Side], gpu: Gpu) -> None:
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    gpu.stuck.add(sender.transport._engine.stream)
+    sender.transport.write(sender.batch(peer))
+    with pytest.raises(TransportError, match="1 senders have copies queued"):
+        peer.transport.close()
+
+
+def test_what_a_sender_says_after_its_peer_closed_is_not_said_in_memory_of_others(sides: tuple[Side, Side], gpu: Gpu) -> None:
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    batch = sender.batch(peer)
+    peer.transport.close()
+    del peer.transport
+    gc.collect()
+    ticket = sender.transport.write(batch)
+    with pytest.raises(TransportError, match="the peer closed"):
+        sender.transport.wait(ticket, SOON)
+    assert (peer.buffer.array == 0).all()
+    assert not gpu.strayed
+
+
+@pytest.mark.parametrize("queued", [0, 1], ids=["nothing", "half"])
+def test_a_write_that_cannot_be_queued_poisons_its_transport_and_its_peer_closes_once_it_is_closed(
+    sides: tuple[Side, Side], gpu: Gpu, queued: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    calls = iter(range(10))
+
+    def fail() -> None:
+        if next(calls) >= queued:
+            raise BindError("queueing a batch of 2 copies: CUDA_ERROR_OUT_OF_MEMORY (2)")
+
+    monkeypatch.setattr(ipc_copies, "COPY_FROM", half := LONG // 2)
+    at, sizes = np.asarray([0, half]), np.asarray([half, half])
+    batch = Batch(peer.transport.describe(), sender.buffer.data_ptr() + at, peer.buffer.data_ptr() + at, sizes, ["a", "b"])
+    gpu.batch = fail
+    with pytest.raises(TransportError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        sender.transport.write(batch)
+    with pytest.raises(TransportError, match="poisoned"):
+        sender.transport.write(sender.batch(peer))
+    sender.transport.close()
+    assert int((peer.buffer.array == 7).sum()) == half * queued
+    peer.transport.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError('Function "cuMemcpyBatchAsync" not found'),  # cuda-bindings of 12.8 or newer over an older driver
+        BindError("queueing a batch of 1 copies: CUDA_ERROR_NOT_SUPPORTED (801)"),
+        AttributeError("module has no attribute 'CUmemcpyAttributes'"),
+    ],
+    ids=["no function", "no support", "old bindings"],
+)
+def test_where_the_driver_has_no_batches_everything_is_the_kernels(
+    sides: tuple[Side, Side], gpu: Gpu, error: Exception
+) -> None:
+    sender, peer = sides
+
+    def fail() -> None:
+        raise error
+
+    gpu.batch = fail
+    sender.transport.probe(peer.transport.describe(), SOON)
+    assert sender.meeting(peer) is None
+    assert written(sender, peer) == LONG + SHORT
+    assert (peer.buffer.array == 7).all()
+    peer.transport.close()
+    sender.transport.close()
+
+
+def test_where_no_lock_can_be_had_everything_is_the_kernels(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, peer = sides
+
+    def refuse(*arguments: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ipc_records, "os", SimpleNamespace(**{**vars(ipc_records.os), "open": refuse}))
+        sender.transport.probe(peer.transport.describe(), SOON)
+    assert sender.meeting(peer) is None
+    assert written(sender, peer) == LONG + SHORT
+
+
+def test_to_a_peer_that_keeps_no_records_nothing_goes_by_copy_engines(sides: tuple[Side, Side]) -> None:
+    """Of an older library: it would not wait for them, and other memory may lie behind its area."""
+    sender, peer = sides
+    file = peer.transport._file
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "senders"}))
+    records = peer.transport._area.array[cuda_ipc.AREA_BYTES :]
+    records[:] = 9
+    sender.transport.probe(peer.transport.describe(), SOON)
+    assert sender.meeting(peer) is None
+    assert written(sender, peer) == LONG + SHORT
+    assert (records == 9).all()
+
+
+def test_a_peer_that_was_probed_again_in_vain_is_written_to_no_more_and_nothing_of_it_stays_mapped(
+    sides: tuple[Side, Side], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    assert written(sender, peer) == LONG + SHORT
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sender.transport._engine, "meet", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            sender.transport.probe(peer.transport.describe(), SOON)
+    assert not gpu.opened
+    with pytest.raises(TransportError, match="never probed"):
+        sender.transport.write(sender.batch(peer))
+    sender.transport.probe(peer.transport.describe(), SOON)
+    assert written(sender, peer) == LONG + SHORT
+
+
+def test_a_thread_on_another_device_meets_its_peer_on_the_transports(sides: tuple[Side, Side], gpu: Gpu) -> None:
+    sender, peer = sides
+    gpu.device = 1
+    sender.transport.probe(peer.transport.describe(), SOON)
+    assert sender.meeting(peer) is not None
+    assert written(sender, peer) == LONG + SHORT
+    assert gpu.device == 1
+
+
+def test_however_many_batches_are_under_way_a_record_says_so(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ipc_copies, ipc_records):
+        monkeypatch.setattr(module, "ROUND", 8)
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    batch, stream = sender.batch(peer, short=False), sender.transport._engine.stream
+    for _ in range(40):
+        sender.transport.write(batch)
+        assert stream.queue
+        issued, done = peer.transport._records()[0]
+        assert issued != done
+
+
+def test_batches_are_prepared_anew_for_a_peer_that_was_probed_again(sides: tuple[Side, Side]) -> None:
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    batch = sender.batch(peer)
+    sender.transport.wait(sender.transport.write(batch), SOON)
+    before = sender.transport._prepared[batch][False]
+    sender.transport.probe(Endpoint.from_json(peer.transport.describe().to_json()), SOON)
+    assert batch not in sender.transport._prepared
+    sender.transport.wait(sender.transport.write(batch), SOON)
+    assert sender.transport._prepared[batch][False] is not before
