@@ -31,8 +31,8 @@ A recipe is a complete configuration for `train.py` with the parallel layouts of
 The first needs a laptop only. Another strategy is chosen with `weight_sync=NAME` (no plus: the recipe has chosen one already);
 any key can be overridden behind it. **None of these has been run at this size by us**: the numbers are plans, proven
 exact-once, and predictions of the simulator for the recipe's cluster, not measurements; `train.py` was run on CPUs only.
-Rollout weights are bf16 throughout; where the published run serves fp8 that is said below, and its wire bytes would be about
-half.
+Trainers hold bf16. So do engines, but for DeepSeek-V3 and Kimi-K2, which serve fp8: values and scales are made at the source,
+and what moves is planned, proven and counted as fp8.
 
 `train.py` starts one server process for each engine, on one node. The recipes whose engines span nodes (Qwen3-235B-A22B, GLM-5,
 Kimi-K2) are therefore plans until a launcher over several nodes exists.
@@ -68,8 +68,7 @@ def row_of(name: str) -> Row:
     job = job_of([f"+recipes={name}"])
     schedule = job.inputs.schedule()
     facts = facts_of(job, schedule, 0.0)
-    note = note_of(name)
-    wire = " (published: fp8)" if "fp8" in note else ""
+    wire = f" ({job.conf.weight_sync.quant.scheme})" if facts["quantised_transfers"] else ""
     pairs = [f"{bytes_text(facts[f'bytes_max_{side}'])} ({facts[f'skew_{side}']:.2f})" for side in ("source", "destination")]
     two = {
         key: " / ".join(bytes_text(facts[f"{key}_{side}"]) for side in ("source", "destination"))
@@ -83,7 +82,7 @@ def row_of(name: str) -> Row:
         name, str(facts["cluster"]), seconds_text(facts["predicted_seconds"]), seconds_text(facts["bound_seconds"]),
         facts["bound_limit"], facts["limit"], "; ".join(facts["over_memory"]) or "-",
     ]  # fmt: skip
-    return Row(line(moves), line(times), f"- **{name}**: {note}")
+    return Row(line(moves), line(times), f"- **{name}**: {note_of(name)}")
 
 
 def line(cells: list[Any]) -> str:

@@ -6,9 +6,14 @@ framework, in weight_sync_integrations/; COMMANDS is the list. Overrides are tho
 
 from __future__ import annotations
 
+import io
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TextIO
 
 from weight_sync.errors import ConfigError, WeightSyncError
 
@@ -29,15 +34,44 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Name -> (module:function, one line of help). The module is imported only when its command runs."""
 
+UNREAD = 128 + signal.SIGPIPE
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Errors of ours are said once, without a trace."""
+    """Run one command; the exit code. Errors of ours are said once, without a trace; where nobody reads what is printed any
+    more (`| head`), a command ends quietly, with the code of a process that SIGPIPE ended."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(words)
-    except WeightSyncError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        try:
+            code = _run(words)
+        except WeightSyncError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            code = 1
+        sys.stdout.flush()  # here, where it can be told what broke; at exit it would be a trace
+    except BrokenPipeError:
+        unread = [stream for stream in (sys.stdout, sys.stderr) if _unread(stream)]
+        if not unread:
+            raise  # a pipe of the command's own
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in unread:
+            os.dup2(nowhere, stream.fileno())  # the interpreter flushes what is left when it ends
+        os.close(nowhere)
+        return UNREAD
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return UNREAD  # rich met it first, and has pointed stdout elsewhere
+    return code
+
+
+def _unread(stream: TextIO) -> bool:
+    """Whether what is written to is a pipe whose reader is gone."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+    except (OSError, ValueError, io.UnsupportedOperation):  # closed, or no file
+        return False
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _run(words: list[str]) -> int:

@@ -39,6 +39,7 @@ from weight_sync.schema import (
 from weight_sync.session.failure import FailurePolicy
 from weight_sync.session.inputs import Declared, Recorded
 from weight_sync.transport import registry
+from weight_sync.yamls import read_yaml
 
 RECORDED = "recorded"
 """weight_sync.family: no family is declared; the engines' layout is recorded."""
@@ -340,23 +341,19 @@ def _files(*folder: str) -> list[Any]:
 
 
 def _read(kind: str, name: str) -> Mapping[str, Any]:
-    import yaml
-
     known = sorted(p.name[:-5] for p in _files("weight_sync", kind) if p.name.endswith(".yaml"))
-    path = Path(name)
+    path, file = Path(name), name
     if path.suffix in (".yaml", ".yml") and path.is_file():
         text = path.read_text()
     elif name in known:
         text = resources.files("weight_sync_conf").joinpath("weight_sync", kind, f"{name}.yaml").read_text()
+        file = f"conf/weight_sync/{kind}/{name}.yaml"
     else:
         whole = [item for item in known if not item.startswith("_")]  # the others are only there to be extended
         near = difflib.get_close_matches(name, whole, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise FamilyError(f"unknown {kind} {name!r}: there are {', '.join(whole)}, or give the path of a YAML file{hint}")
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise FamilyError(f"{kind} {name}: not readable as YAML: {error}") from None
+    data = read_yaml(text, file, FamilyError)
     if not isinstance(data, Mapping):
         raise FamilyError(f"{kind} {name}: must be a mapping, is {type(data).__name__}")
     return cast("Mapping[str, Any]", data)

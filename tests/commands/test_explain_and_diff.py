@@ -69,6 +69,47 @@ def test_a_tensor_is_explained_with_picture_transfers_and_methods(call: Callable
     assert any(line.startswith(("direct: ", "pack: ")) for line in said.out.splitlines())
 
 
+FP8 = ("weight_sync.quant.scheme=fp8_block", "+weight_sync.quant.options.group=[32,32]")
+"""What the small job is quantised with."""
+
+
+def test_a_quantised_weight_and_its_scales_say_what_they_are_made_of_and_who_holds_it(
+    call: Callable[..., Said], job: tuple[str, ...]
+) -> None:
+    values = call("explain", O_PROJ, *job, *FP8, "rows=100")
+    assert values.out.startswith(f"{O_PROJ} [128, 128] float8_e4m3fn (values made of the bfloat16 weight): 8 transfers")
+    scales = call("explain", f"{O_PROJ}_scale_inv", *job, *FP8, "rows=100")
+    assert scales.code == 0, scales.err
+    assert scales.out.startswith(f"{O_PROJ}_scale_inv [4, 4] float32 (scales made of {O_PROJ}, the bfloat16 weight): 8 tran")
+
+    def holders(text: str) -> list[str]:
+        return sorted(line.partition("of ranks ")[2].partition(" (")[0] for line in text.splitlines() if "of ranks" in line)
+
+    assert holders(scales.out) == holders(values.out) == ["0, 2"] * 4 + ["1, 3"] * 4
+    rulers = [[line.strip() for line in said.out.splitlines()[2:4]] for said in (values, scales)]
+    assert rulers[0] == rulers[1], "scales are cut where their weight is"
+
+
+def test_a_tensor_that_nobody_cuts_says_where_it_is_whole(call: Callable[..., Said], job: tuple[str, ...]) -> None:
+    out = call("explain", "model.norm.weight", *job).out.splitlines()
+    assert out[1:3] == ["  whole on trainer ranks 4-7", "  whole on rollout ranks 0-7"]
+
+
+def test_many_holders_are_a_range_with_the_least_and_the_most_they_send(
+    call: Callable[..., Said], job: tuple[str, ...]
+) -> None:
+    same = [word for word in job if not word.startswith(("trainer.", "plan."))]
+    out = call("explain", "model.norm.weight", *same, "trainer.ranks=16", "trainer.tp=2", "trainer.pp=1", "trainer.ep=2").out
+    assert "of ranks 0-15 (in the end " in out
+
+
+def test_the_runs_of_all_ranks_are_those_that_the_plan_counts(call: Callable[..., Said], job: tuple[str, ...]) -> None:
+    for words in ((), FP8):
+        heads = [call("explain", f"rollout:{rank}", *job, *words).out.splitlines()[0] for rank in range(8)]
+        runs = sum(int(head.rpartition(", ")[2].split()[0]) for head in heads)
+        assert runs == call("plan", *job, *words, "output=json").json["runs"]
+
+
 def test_a_link_brings_together_what_goes_over_it(schedule: Schedule) -> None:
     plan = schedule.plan
     seen = 0
@@ -124,7 +165,12 @@ def test_what_cannot_be_explained_is_refused(schedule: Schedule, what: str, clus
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [((), "explain what?"), (("trainer.tp=2",), "explain what?"), ((O_PROJ, "rows=x"), "rows=x: must be a number")],
+    [
+        ((), "explain what?"),
+        (("trainer.tp=2",), "explain what?"),
+        ((O_PROJ, "rows=x"), "rows=x: must be a number"),
+        ((O_PROJ, "transport=rdma"), "transport=rdma: belongs to plan=FILE"),
+    ],
 )
 def test_words_that_explain_nothing_are_refused(call: Callable[..., Said], words: tuple[str, ...], said: str) -> None:
     result = call("explain", *words)
@@ -202,6 +248,22 @@ def test_a_sender_that_changed_and_a_method_that_changed_are_named(schedule: Sch
     assert Method.DIRECT in schedule.method
 
 
+def test_plans_that_differ_in_what_is_quantised_are_compared_and_account_for_every_byte(
+    job: tuple[str, ...], schedule: Schedule
+) -> None:
+    other = job_of([*job, *FP8]).inputs.schedule()
+    found = difference(schedule, other)
+    recut = sum(found.recut.values())
+    assert found.common + recut + sum(found.only_a.values()) == int(schedule.plan.nbytes.sum())
+    assert found.common + recut + sum(found.only_b.values()) == int(other.plan.nbytes.sum())
+    kept = sum(int(n) for n, made in zip(other.plan.nbytes, other.plan.made, strict=True) if not made)
+    assert found.common == kept, "what is not quantised goes to the same places"
+    assert set(found.only_b) == {name for name in found.only_b if name.endswith("weight_scale_inv")}
+    assert {old for old, _ in found.remethod.values() for old in old} <= {"direct", "pack", "unpack", "both"}
+    back = difference(other, schedule)
+    assert (back.common, back.recut, back.only_a, back.only_b) == (found.common, found.recut, found.only_b, found.only_a)
+
+
 def test_saved_plans_are_compared_and_other_models_refused(
     call: Callable[..., Said], job: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -210,9 +272,11 @@ def test_saved_plans_are_compared_and_other_models_refused(
     call("plan", *job, "rollout.moe_ep=4", f"save={b}")
     said = call("diff", str(a), str(b))
     assert said.code == 0
-    assert "in both plans, but in other boxes or to other places" in said.out
+    assert "in both plans, but in other boxes, to other places or in another dtype" in said.out
     assert call("diff", str(a), str(b), "output=json").json["same"] is False
     assert call("explain", "trainer:1", f"plan={a}").out.startswith("trainer rank 1 (node0): ")
+    card = ("explain", "node 1 nic 0 in", f"plan={a}", "cluster=h100_400g")
+    assert call(*card).out == call(*card, "transport=rdma").out, "all bytes come from another node"
     with pytest.raises(PlanError, match="different models"):
         difference(job_of(job).inputs.schedule(), job_of(["model.config=qwen3_4b"]).inputs.schedule())
 

@@ -42,8 +42,8 @@ ALLOWED = {
     ("integrations/server.py", "self.process.wait()"): "after SIGKILL of the whole process group",
     ("integrations/sglang/client.py", "future.exception()"): "each call it waits for has the deadline as its HTTP timeout",
     ("integrations/sglang/client.py", "future.result()"): "each call it waits for has the deadline as its HTTP timeout",
-    ("weight_sync/commands/link.py", "connection.recv()"): "a benchmark's child: its parent's end closes with the parent",
-    ("weight_sync/commands/link.py", "self._connection.recv()"): "after poll(SECONDS) has said that something is there",
+    ("weight_sync/commands/linkpeer.py", "connection.recv()"): "a benchmark's child: its parent's end closes with the parent",
+    ("weight_sync/commands/linkpeer.py", "self._connection.recv()"): "after poll(SECONDS) has said that something is there",
     ("weight_sync/transport/mooncake_pump.py", "self._ready.wait()"): "the pump's own thread, idle: close() wakes it",
 }
 """Waits without a limit, and why each of them ends."""

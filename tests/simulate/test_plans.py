@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,9 +176,37 @@ def test_bench_link_measures_this_machine_and_writes_a_cluster_that_loads(
     assert main(["bench", "link", "transport=cma", "bytes=4194304", f"out={out}", "output=json"]) == 0
     said = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert all(value >= 0 for value in said["measured"].values())
+    python, control = said["cluster"]["python"], said["cluster"]["control"]
+    assert all(1e-9 < seconds < 1e-2 for seconds in (python["check"], python["receive"]))
+    assert 0 <= control["compare"] < 1e-2
+    assert 1e6 < said["cluster"]["quantise"]["make"] < said["cluster"]["quantise"]["look"] < 1e12
+    assert said["cluster"]["transports"] == ["cma"]
     cluster = load_cluster(str(out))
     assert cluster.local.rate == pytest.approx(said["cluster"]["local"]["rate"], rel=1e-3)
-    assert all(
-        "#" in line for line in out.read_text().splitlines() if line.strip().startswith(("rate:", "copy_rate:", "wire:"))
-    )
+    numbers = [line for line in out.read_text().splitlines() if re.match(r" *\w+: [\d.]+(e[-+]\d+)?( |$)", line)]
+    assert len(numbers) >= 20
+    assert [line for line in numbers if not re.search("# .*(measured|assumed)", line)] == []
     assert predict(make_schedule(make_plan(*layouts)), cluster).seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("transport=nosuch",), "bench link knows tcp, cma, rdma, ipc, nvlink"),
+        (("transport=cma", "bytes=7"), "bytes=7: at least 1048576"),
+        (("transport=cma", "bytes=x"), "bytes=x: must be a whole number"),
+        (("out=here.txt",), "out=here.txt: must end in .yaml"),
+    ],
+)
+def test_a_wrong_word_of_bench_link_is_one_clear_error(
+    words: tuple[str, ...], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "link", *words]) == 1
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="here are GPUs")
+@pytest.mark.parametrize("transport", ["ipc", "nvlink"])
+def test_bench_link_on_gpus_says_what_is_missing(transport: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "link", f"transport={transport}"]) == 1
+    assert re.search("needs torch and triton|measures between two of them", capfd.readouterr().err)

@@ -1,7 +1,8 @@
 """python -m weight_sync diff A.json B.json [output=table|json]
 python -m weight_sync diff [common overrides] -- [overrides of A] -- [overrides of B] [output=table|json]
 
-What changes between two plans: totals, which bytes get another sender, which tensors travel another way, bytes for each rank.
+What changes between two plans of one model (another cut, strategy, quantisation, budget): totals, which bytes get another
+sender, which tensors travel another way, bytes for each rank.
 A.json and B.json are made by `plan save=FILE`. Exit code 0 whether they are equal or not.
 """
 
@@ -53,7 +54,7 @@ def said(found: Difference, limit: int = 12) -> list[str]:
         f"in both plans: {bytes_text(found.common)} to the same place; of these {bytes_text(found.moved)} have another sender"
     )
     for title, only in (
-        ("in both plans, but in other boxes or to other places", found.recut),
+        ("in both plans, but in other boxes, to other places or in another dtype", found.recut),
         ("only in the first", found.only_a),
         ("only in the second", found.only_b),
     ):

@@ -1,8 +1,9 @@
 """python -m weight_sync doctor [environments=DIR] [output=table|json]
 
 What this host really offers for moving weights, which strategies would work on it, and the fix for what is missing: GPUs,
-NVLink, RDMA devices, GPUDirect, limits, ports, Mooncake, and the frameworks in this interpreter and in the environments below
-DIR (.venvs). Changes nothing and needs no root. Exit code 0 when some strategy works here.
+NVLink, RDMA devices, GPUDirect, limits, ports, Mooncake, NIXL, and the frameworks in this interpreter and in the environments
+below DIR (.venvs), with whether they would find weight_sync. Changes nothing and needs no root. Exit code 0 when some strategy
+works here.
 """
 
 from __future__ import annotations
@@ -71,18 +72,26 @@ def show(facts: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    def _table(*heads: str) -> Table:
+        table = Table(show_lines=True)
+        for head in heads:
+            table.add_column(head, overflow="fold")
+        return table
+
     console = Console(highlight=False)
-    table = Table("strategy", "works here", "why not, and what to do")
+    table = _table("strategy", "works here", "why not, and what to do")
     for name, verdict in facts["strategies"].items():
-        text = "\n".join(filter(None, [verdict["reason"], *(f"fix: {fix}" for fix in verdict["fixes"])]))
-        table.add_row(name, "yes" if verdict["works"] else "no", escape(text))
+        said = [verdict["reason"], *(f"fix: {fix}" for fix in verdict["fixes"])]
+        if verdict["works"]:
+            said = [f"better: {fix}" for fix in verdict["better"]]
+        table.add_row(name, "yes" if verdict["works"] else "no", escape("\n".join(filter(None, said))))
     console.print(table)
-    table = Table("looked for", "", "found", "fix")
+    table = _table("looked for", "", "found", "fix")
     for check in facts["checks"]:
         state = {True: "ok", False: "missing" if check["needed_by"] else "low", None: "unknown"}[check["ok"]]
         table.add_row(check["name"], state, escape(check["found"]), escape(check["fix"]) if check["ok"] is False else "")
     console.print(table)
-    table = Table("environment", "python", "packages", "hooks")
+    table = _table("environment", "python", "packages", "hooks")
     for item in facts["environments"]:
         hooks = [f"{name}: {'found' if there else 'MISSING'}" for name, there in item["hooks"].items()]
         packages = ", ".join(f"{name} {version}" for name, version in item["packages"].items()) or "none of ours"

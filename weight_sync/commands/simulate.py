@@ -2,17 +2,31 @@
 
 Run a plan on a described cluster, event by event: how long, what is the limit, how full is every link. No weights, no GPU.
 
+    effects=true          also what a choice is worth: bucket sizes, relay, quantisation, source, digests, a row for each
+    compare=true          also replica and broadcast, the strategies that gather first
+    picture=FILE.png      who is busy when, and the use of links over time (.png or .svg)
+    timeline=FILE.json    every bar of that picture and the use of links, as trace events (Perfetto, chrome://tracing)
+    top=5                 how many links of each kind output=json lists, busiest first
+
+One choice at a time:
+
     bucket=BYTES          bytes handed over at a time, and the longest write (default 33554432)
-    relay=true            the trainer feeds the first engine only, each engine feeds the next
-    bytes_ratio=0.51      bytes on the wire for each planned byte (fp8 with scales instead of bf16: about 0.51)
+    relay=true            the trainer feeds the first engine only, each engine feeds the next (sessions do not do this yet)
+    weight_sync.quant.scheme=fp8_block|none|...    planned anew; what quantising costs is counted (with none, a recipe's own
+                          options go too: '~weight_sync.quant.options.group')
+    bytes_ratio=0.51      instead: bytes on the wire for each planned byte, at no cost
+    source=first          the lowest rank that holds a box sends it, instead of the planner's balanced choice
     verify=false          without digests
     share_nodes=true      rollout ranks follow trainer ranks within a node
-    source=first          the lowest rank that holds a box sends it, instead of the planner's balanced choice
+
+What is wrong, or different, with the cluster:
+
     slow=trainer:3:0.5    a straggler: links and local work of that rank at half their rate; several by commas
     down=2:0              card 0 of node 2 is dead, its rank uses the next card; several by commas
     dead_engine=1:0.3     engine 1 stops answering 0.3 s after writing began
-    compare=true          also replica and broadcast, the strategies that gather first
-    picture=FILE.png      who is busy when, and the use of links over time (.png or .svg)
+    cluster.KEY=VALUE     another value for a key of the cluster's file, such as
+                          cluster.fabric.nodes_per_leaf=8 cluster.fabric.oversubscription=4    oversubscribed switches
+                          cluster.writes.seconds=1e-4                                         10,000 messages/s of a rank
 
 Exit code 0: the sync commits; 2: it does not (dead_engine).
 """
@@ -20,46 +34,62 @@ Exit code 0: the sync commits; 2: it does not (dead_engine).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from weight_sync.commands.common import Job, job_of, output_of, words_of
+from weight_sync.commands.described import cluster_words, described, remark, transport_of
+from weight_sync.commands.effects import AS_IT_IS, Choice, effects, from_first_holders, simulated_schedule
+from weight_sync.commands.trace import trace_events
 from weight_sync.errors import ConfigError
 from weight_sync.ids import Side
 from weight_sync.layout.parallel import EngineDims, TrainerDims
-from weight_sync.plan.schedule import Schedule, make_schedule
+from weight_sync.plan.schedule import Schedule
 from weight_sync.session.inputs import dims_of
-from weight_sync.simulate import Cluster, Faults, Options, Simulation, Slow, load_cluster, picture, simulate
-from weight_sync.simulate.sources import first_holders
+from weight_sync.simulate import Cluster, Faults, Options, Simulation, Slow, picture, simulate
 from weight_sync.simulate.strategies import broadcast, gathered, replica
 
 KEYS = (
     "bucket", "relay", "bytes_ratio", "verify", "share_nodes", "source", "slow", "down", "dead_engine", "compare", "picture",
+    "effects", "timeline", "top",
 )  # fmt: skip
 
 
 def run(words: list[str]) -> int:
     output, rest = output_of(words)
     given, overrides = words_of(rest, *KEYS)
-    options, faults, compare = options_of(given), faults_of(given), boolean(given, "compare")
-    if given.get("source", "plan") not in ("plan", "first"):
-        raise ConfigError(f"source={given['source']}: must be plan or first")
+    changes, overrides = cluster_words(overrides)
+    options, faults = options_of(given), faults_of(given)
+    compare, wants_effects = boolean(given, "compare"), boolean(given, "effects")
+    top = int(number(given.get("top", "5"), "top"))
+    source = given.get("source", "plan")
+    if source not in ("plan", "first"):
+        raise ConfigError(f"source={source}: must be plan or first")
     if "picture" in given:
         picture.check(given["picture"])
+    if "timeline" in given and not given["timeline"].endswith(".json"):
+        raise ConfigError(f"timeline={given['timeline']}: must end in .json")
     job = job_of(overrides)
-    if job.conf.cluster is None:
-        raise ConfigError("simulate needs cluster=NAME, or the path of a YAML file")
-    cluster = load_cluster(job.conf.cluster)
-    schedule = _schedule(job, given.get("source", "plan"))
-    simulation = simulate(schedule, cluster, replace(options, engines=job.conf.rollout.engines), faults)
-    facts = facts_of(simulation, cluster)
+    cluster = described(job, changes, "simulate")
+    options = replace(options, engines=job.conf.rollout.engines, transport=transport_of(job))
+    layouts = job.inputs.layouts()
+    planned = simulated_schedule(job, layouts)
+    schedule = planned if source == "plan" else from_first_holders(planned, layouts[0])
+    simulation = simulate(schedule, cluster, options, faults)
+    facts = facts_of(simulation, cluster, top) | {"remark": remark(cluster, options.transport)}
     if compare:
         facts["others"] = others(job, schedule, cluster, options.bytes_ratio)
+    if wants_effects:
+        choice = Choice(overrides, job, layouts, planned, options, source)
+        facts["effects"] = [asdict(e) for e in effects(choice, simulation, lambda s, o: simulate(s, cluster, o, faults))]
+    title = title_of(overrides, schedule, cluster)
     if "picture" in given:
-        world = f"{schedule.plan.source_world} + {schedule.plan.target_world} ranks"
-        name = next((o.partition("=")[2] for o in overrides if o.startswith("+recipes=")), "sync")
-        facts["picture"] = str(picture.draw(simulation, given["picture"], f"{name}: {world} on {cluster.name}"))
+        facts["picture"] = str(picture.draw(simulation, given["picture"], title))
+    if "timeline" in given:
+        Path(given["timeline"]).write_text(json.dumps(trace_events(simulation, title)))
+        facts["timeline"] = given["timeline"]
     if output == "json":
         print(json.dumps(facts))
     else:
@@ -67,14 +97,10 @@ def run(words: list[str]) -> int:
     return 0 if simulation.failed is None else 2
 
 
-def _schedule(job: Job, source: str) -> Schedule:
-    layouts = job.inputs.layouts()
-    schedule = job.inputs.schedule(layouts)
-    if schedule.beside is not None:
-        raise ConfigError("weight_sync.landing.to=loader: waves and loaders of engines are not simulated")
-    if source == "plan":
-        return schedule
-    return make_schedule(first_holders(schedule.plan, layouts[0]), schedule.costs, schedule.budget)
+def title_of(overrides: Sequence[str], schedule: Schedule, cluster: Cluster) -> str:
+    """What a picture is of."""
+    name = next((o.partition("=")[2] for o in overrides if o.startswith("+recipes=")), "sync")
+    return f"{name}: {schedule.plan.source_world} + {schedule.plan.target_world} ranks on {cluster.name}"
 
 
 def options_of(given: Mapping[str, str]) -> Options:
@@ -143,11 +169,14 @@ def others(job: Job, schedule: Schedule, cluster: Cluster, bytes_ratio: float) -
     }
 
 
-def facts_of(simulation: Simulation, cluster: Cluster) -> dict[str, Any]:
-    """What the command prints, as plain data: the prediction, and for each kind of resource the busiest five."""
+def facts_of(simulation: Simulation, cluster: Cluster, top: int = 5) -> dict[str, Any]:
+    """What the command prints, as plain data: the prediction; for each kind of resource how many are in use, their mean share
+    of the time of writing, and the busiest `top`."""
     kinds: dict[str, list[dict[str, Any]]] = {}
+    shares: dict[str, list[float]] = {}
     for use in simulation.usage:
-        if len(kinds.setdefault(use.kind, [])) < 5:
+        shares.setdefault(use.kind, []).append(use.share)
+        if len(kinds.setdefault(use.kind, [])) < top:
             kinds[use.kind].append({"name": use.name, "busy_seconds": use.busy, "share": use.share})
     p = simulation.prediction
     return {
@@ -162,6 +191,7 @@ def facts_of(simulation: Simulation, cluster: Cluster) -> dict[str, Any]:
         "writes": p.writes,
         "failed": simulation.failed,
         "usage": kinds,
+        "usage_mean": {kind: {"in_use": len(items), "share": sum(items) / len(items)} for kind, items in shares.items()},
     }
 
 
@@ -172,7 +202,7 @@ def show(facts: Mapping[str, Any]) -> None:
 
     table = Table(show_header=False, title=f"one sync on {facts['cluster']}", title_justify="left")
     table.add_column(no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")
     if facts["failed"]:
         table.add_row("FAILED", facts["failed"])
     table.add_row("seconds", f"{facts['seconds']:.4g}, lower bound {facts['bound_seconds']:.4g} ({facts['bound_limit']})")
@@ -180,11 +210,28 @@ def show(facts: Mapping[str, Any]) -> None:
     table.add_row("moved", f"{facts['bytes'] / 1e9:,.2f} GB in {facts['writes']:,.0f} writes")
     table.add_row("phases", ", ".join(f"{name} {value:.3g} s" for name, value in facts["phases"].items() if value))
     for kind, items in facts["usage"].items():
-        most = items[0]
-        table.add_row(f"busiest {kind}", f"{most['name']}: {100 * most['share']:.0f}% of the time of writing")
+        most, mean = items[0], facts["usage_mean"][kind]
+        table.add_row(
+            f"busiest {kind}",
+            f"{most['name']}: {100 * most['share']:.0f}% of the time of writing; {mean['in_use']} in use, "
+            f"{100 * mean['share']:.0f}% in the mean",
+        )
     for name, said in facts.get("others", {}).items():
         parts = ", ".join(f"{part} {value:.3g}" for part, value in said["parts"].items() if value)
         table.add_row(f"{name} instead", f"{said['seconds']:.3g} s ({parts})")
-    if "picture" in facts:
-        table.add_row("picture", facts["picture"])
-    Console(highlight=False).print(table)
+    for name in ("picture", "timeline"):
+        if name in facts:
+            table.add_row(name, facts[name])
+    if facts["remark"]:
+        table.add_row("remark", facts["remark"])
+    console = Console(highlight=False)
+    console.print(table)
+    if "effects" in facts:
+        table = Table("choice", "seconds", "change", "GB", "limit, or why not", title="what a choice is worth")
+        for e in facts["effects"]:
+            if e["seconds"] is None:
+                table.add_row(e["choice"], "-", "", "", e["limit"])
+            else:
+                change = "" if e["choice"] == AS_IT_IS else f"{100 * (e['seconds'] / facts['seconds'] - 1):+.0f}%"
+                table.add_row(e["choice"], f"{e['seconds']:.4g}", change, f"{e['bytes'] / 1e9:,.1f}", e["limit"])
+        console.print(table)

@@ -1,7 +1,8 @@
 """The difference of two schedules: what another cut, another strategy or other costs change.
 
-Transfers are compared by what they bring: the same box of the same tensor to the same rollout rank. Where both plans have it,
-the sender or the way it travels may differ; otherwise it is in one plan only.
+Transfers are compared by what they bring: the same box of the same tensor, in elements of the same size, to the same rollout
+rank. Where both plans have it, the sender or the way it travels may differ; otherwise it is in one plan only. Plans of one
+model may differ in what is quantised: scales are then in one of them only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weight_sync.errors import PlanError
+from weight_sync.errors import PlanError, listed
+from weight_sync.layout.catalog import Catalog
 from weight_sync.layout.table import Ints
 from weight_sync.plan.figures import figures, per_rank
 from weight_sync.plan.plan import Plan
@@ -31,8 +33,8 @@ class Difference:
     """a, b: the two digests. numbers: figure -> (in a, in b), only those that differ.
 
     common: bytes of transfers in both plans. moved: of those, bytes with another sender. recut: template -> bytes that both
-    plans bring, in other boxes or to other places. only_a, only_b: template -> bytes, where one plan brings more of it.
-    remethod: template -> (method -> bytes in a, method -> bytes in b), of tensors that travel another way.
+    plans bring, in other boxes, to other places or in another dtype. only_a, only_b: template -> bytes, where one plan brings
+    more of it. remethod: template -> (method -> bytes in a, method -> bytes in b), of tensors that travel another way.
     trainer, rollout: rank -> change in bytes, only those that differ; a rank that one world lacks counts as 0 there.
     """
 
@@ -57,12 +59,13 @@ class Difference:
 
 
 def difference(a: Schedule, b: Schedule) -> Difference:
-    """Compare two schedules of one model. Raises PlanError when they speak of different HF tensors."""
-    if a.plan.catalog.digest != b.plan.catalog.digest:
-        raise PlanError("the two plans are of different models: their HF tensors differ in name or shape")
+    """Compare two schedules of one model. Raises PlanError when they speak of different weights."""
+    if unlike := sorted(_weights(a.plan.catalog) ^ _weights(b.plan.catalog)):
+        named = listed(f"{template} {list(shape)} x {count}" for template, shape, count in unlike)
+        raise PlanError(f"the two plans are of different models: only one of them has {named}")
     first, second = figures(a), figures(b)
     numbers = {name: (first[name], second[name]) for name in NUMBERS if first[name] != second[name]}
-    rows_a, rows_b = _matched(_keys(a.plan), _keys(b.plan))
+    rows_a, rows_b = _matched(_keys(a.plan, a.plan.tensor), _keys(b.plan, _renumbered(b.plan, a.plan.catalog)))
     moved = a.plan.source_rank[rows_a] != b.plan.source_rank[rows_b]
     nbytes = a.plan.nbytes[rows_a]
     rest_a, rest_b = _rest(a.plan, rows_a), _rest(b.plan, rows_b)
@@ -82,10 +85,26 @@ def difference(a: Schedule, b: Schedule) -> Difference:
     )
 
 
-def _keys(plan: Plan) -> Ints:
-    """[transfers, columns]: tensor, box, rollout rank, start in its parameter."""
-    columns = (plan.tensor[:, None], plan.offset, plan.shape, plan.target_rank[:, None], plan.target_start[:, None])
-    return np.ascontiguousarray(np.concatenate(columns, axis=1))
+def _weights(catalog: Catalog) -> set[tuple[str, tuple[int, ...], int]]:
+    """(template, shape, how many) of the weights of a model, without what quantisation makes of them."""
+    return {(p.template, p.shape, p.count) for p in catalog.patterns if p.made is None or p.made.base == p.template}
+
+
+def _renumbered(plan: Plan, catalog: Catalog) -> Ints:
+    """The tensor of every transfer by its number in another catalog, or beyond all of its numbers where it has none."""
+    mine = plan.catalog
+    number = np.arange(len(mine), dtype=np.int64) + len(catalog)
+    for first, pattern in zip(mine.first, mine.patterns, strict=True):
+        at = catalog.by_template.get(pattern.template)
+        if at is not None and (other := catalog.patterns[at]).shape == pattern.shape and other.count == pattern.count:
+            number[first : first + pattern.count] = catalog.first[at] + np.arange(pattern.count)
+    return number.take(plan.tensor)
+
+
+def _keys(plan: Plan, tensor: Ints) -> Ints:
+    """[transfers, columns]: tensor, box, bytes of an element, rollout rank, start in its parameter."""
+    single = [column[:, None] for column in (tensor, plan.itemsize, plan.target_rank, plan.target_start)]
+    return np.ascontiguousarray(np.concatenate([*single, plan.offset, plan.shape], axis=1))
 
 
 def _matched(a: Ints, b: Ints) -> tuple[Ints, Ints]:

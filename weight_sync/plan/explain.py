@@ -15,7 +15,7 @@ from weight_sync.errors import PlanError, listed
 from weight_sync.ids import Side
 from weight_sync.layout.box import Box
 from weight_sync.layout.table import Ints, Layout
-from weight_sync.plan.picture import bars
+from weight_sync.plan.picture import bars, numbers_text
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.runs import inner_elements
 
@@ -30,9 +30,8 @@ def explain_tensor(plan: Plan, name: str, source_layout: Layout | None = None) -
         raise PlanError(f"no tensor {name} in this plan; close: {listed(_close(name, plan.catalog.ids))}")
     rows = np.flatnonzero(plan.tensor == tensor).tolist()
     pattern = plan.catalog.pattern_of(tensor)
-    head = (
-        f"{name} {list(pattern.shape)} {pattern.dtype}: {_count(len(rows), 'transfer')}, {_bytes(int(plan.nbytes[rows].sum()))}"
-    )
+    what = f"{name} {list(pattern.shape)} {_kind(plan, tensor, rows)}"
+    head = f"{what}: {_count(len(rows), 'transfer')}, {_bytes(int(plan.nbytes[rows].sum()))}"
     if not rows:
         return f"{head}; the rollout holds nothing of it"
     if source_layout is not None and source_layout.params != plan.source_params:
@@ -74,11 +73,26 @@ def explain_rank(plan: Plan, side: Side | str, rank: int) -> str:
     return "\n".join(lines)
 
 
-def explain_rows(plan: Plan, rows: Ints, title: str) -> str:
-    """What some transfers bring together: totals, by pair of ranks, and by kind of tensor, each with a bar."""
-    runs, _ = _runs(plan, rows)
+def _kind(plan: Plan, tensor: int, rows: list[int]) -> str:
+    """The dtype that arrives, and what it is made of where that is not what the trainer holds."""
+    catalog, pattern = plan.catalog, plan.catalog.pattern_of(tensor)
+    if pattern.made is not None and catalog.is_made[tensor]:
+        base = int(catalog.base[tensor])
+        of = "the" if base == tensor else catalog.name(base) + ", the"
+        return f"{catalog.dtype_of(tensor)} ({pattern.made.part} made of {of} {catalog.pattern_of(base).dtype} weight)"
+    arrives = dict.fromkeys(plan.target_params[int(plan.target[row])].dtype for row in rows)
+    cast = [dtype for dtype in arrives if dtype != pattern.dtype]
+    return f"{pattern.dtype}, cast to {', '.join(cast)}" if cast else pattern.dtype
+
+
+def explain_rows(plan: Plan, rows: Ints, title: str, runs: int | None = None) -> str:
+    """What some transfers bring together: totals, by pair of ranks, and by kind of tensor, each with a bar.
+
+    runs: how many contiguous ranges are written, where a schedule says so; by default those of transfers that go directly.
+    """
+    runs = int(_runs(plan, rows)[0].sum()) if runs is None else runs
     total = int(plan.nbytes[rows].sum())
-    lines = [f"{title}: {_bytes(total)} in {_count(len(rows), 'transfer')}, {_count(int(runs.sum()), 'run')}"]
+    lines = [f"{title}: {_bytes(total)} in {_count(len(rows), 'transfer')}, {_count(runs, 'run')}"]
     pair = plan.source_rank[rows] * plan.target_world + plan.target_rank[rows]
     pairs = _heaviest(pair, plan.nbytes[rows])
     if len(pairs) > 1:
@@ -133,6 +147,10 @@ def summary(plan: Plan) -> dict[str, Any]:
     }
 
 
+_FEW = 8
+"""Holders of a box that are named with what each sends; of more their range."""
+
+
 class _Why:
     """Why a rank was chosen, for the transfers of one tensor."""
 
@@ -140,7 +158,10 @@ class _Why:
         self.plan = plan
         self.layout = layout
         self.sent = np.bincount(plan.source_rank, weights=plan.nbytes, minlength=plan.source_world).astype(np.int64)
-        self.shards = np.zeros(0, np.int64) if layout is None else np.flatnonzero(layout.tensor == tensor)
+        # What is made of a weight is sent by a rank that holds the weight.
+        weight = int(plan.catalog.base[tensor])
+        self.shards = np.zeros(0, np.int64) if layout is None else np.flatnonzero(layout.tensor == weight)
+        self.block, self.end = plan.catalog.block[tensor], plan.catalog.shapes[weight]
 
     def of(self, row: int) -> str:
         plan = self.plan
@@ -150,6 +171,8 @@ class _Why:
         if self.layout is None:
             return f"source on the same host, {host}" if near else "source chosen among the ranks that hold it"
         holders = self._holders(row)
+        if rank not in holders and plan.made[row]:
+            return "its blocks lie on several trainer ranks, of which this one sends them"
         if rank not in holders:
             raise PlanError(
                 f"trainer rank {rank} does not hold {_box(plan, row)} of {plan.catalog.name(int(plan.tensor[row]))}"
@@ -159,16 +182,23 @@ class _Why:
         local = [r for r in holders if host and plan.source_hosts[r] == host]
         if local == [rank]:
             return f"of ranks {listed(holders)} the only one on the same host, {host}"
-        among = f"ranks {listed(local or holders)}" + (f" on the same host, {host}" if local else "")
-        totals = listed(f"{r}: {_bytes(int(self.sent[r]))}" for r in (local or holders))
+        few = local or holders
+        if len(few) <= _FEW:
+            ranks, totals = listed(few), listed(f"{r}: {_bytes(int(self.sent[r]))}" for r in few)
+        else:
+            least, most = (_bytes(int(of(self.sent[r] for r in few))) for of in (min, max))
+            ranks, totals = numbers_text(few), f"{least} each" if least == most else f"{least} to {most}"
+        among = f"ranks {ranks}" + (f" on the same host, {host}" if local else "")
         return f"fewest bytes when it was chosen, of {among} (in the end {totals})"
 
     def _holders(self, row: int) -> list[int]:
-        """Ranks with a shard that contains the transfer's box."""
+        """Ranks with a shard that contains the transfer's box, or the weights it is made of."""
         layout, plan = self.layout, self.plan
         assert layout is not None
+        first = plan.offset[row] * self.block
+        last = np.minimum((plan.offset[row] + plan.shape[row]) * self.block, self.end)
         low, high = layout.offset[self.shards], layout.offset[self.shards] + layout.shape[self.shards]
-        inside = (low <= plan.offset[row]).all(axis=1) & (high >= plan.offset[row] + plan.shape[row]).all(axis=1)
+        inside = (low <= first).all(axis=1) & (high >= last).all(axis=1)
         return np.unique(layout.rank[self.shards[inside]]).tolist()
 
 

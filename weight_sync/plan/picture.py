@@ -47,11 +47,15 @@ def tensor_picture(plan: Plan, tensor: int, source: Layout | None = None, width:
     """
     rows = np.flatnonzero(plan.tensor == tensor)
     shape = plan.catalog.pattern_of(tensor).shape
-    held = None if source is None else np.flatnonzero(source.tensor == tensor)
+    # The trainer holds the weight that a quantised tensor is made of.
+    block = plan.catalog.block[tensor]
+    held = None if source is None else np.flatnonzero(source.tensor == plan.catalog.base[tensor])
     lines: list[str] = []
     for d, size in enumerate(shape):
         if held is not None and source is not None:
-            trainer = _reach(source.rank[held], source.offset[held, d], source.shape[held, d])
+            first = source.offset[held, d] // block[d]
+            last = -(-(source.offset[held, d] + source.shape[held, d]) // block[d])
+            trainer = _reach(source.rank[held], first, last - first)
         else:
             trainer = _reach(plan.source_rank[rows], plan.offset[rows, d], plan.shape[rows, d])
         rollout = _reach(plan.target_rank[rows], plan.offset[rows, d], plan.shape[rows, d])
@@ -98,6 +102,6 @@ def _lane(lane: Sequence[tuple[Interval, list[int]]], size: int, width: int) -> 
         label = numbers_text(ranks)
         room = b - a - 1
         if len(label) > room:
-            label = label[: room - 1] + "…" if room > 1 else label[:room]
+            label = label[: room - 1].rstrip(" ,.") + "…" if room > 1 else label[:room]
         text[a + 1 : a + 1 + len(label)] = label
     return "".join(text).rstrip()

@@ -5,6 +5,7 @@ Rates are bytes per second in one direction, times are seconds. `bench link` mea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from weight_sync.errors import ConfigError
+from weight_sync.yamls import read_yaml
 
 Rate = Annotated[float, Field(gt=0, description="bytes/s")]
 Seconds = Annotated[float, Field(ge=0)]
@@ -26,11 +28,14 @@ class Local(_Strict):
 
     rate: of one rank, each way. domain: ranks (GPUs) that share it; larger than gpus_per_node for a rack-wide NVLink.
     serial: the link idles while a write is issued (blocking copies); otherwise writes queue up and it does not.
+    ipc: what the kernel of transport cuda_ipc reaches over it, which takes short and strided ranges and to which a write costs
+    nothing; its long ranges go by copy engines at `rate`. null: as `rate`.
     """
 
     rate: Rate
     domain: int = Field(ge=1)
     serial: bool = False
+    ipc: Rate | None = None
 
 
 class Nic(_Strict):
@@ -65,12 +70,33 @@ class Cores(_Strict):
 
 
 class Control(_Strict):
-    """What does not depend on bytes: pausing, each staging round, commit and resume; compare: one digest on the controller."""
+    """What does not depend on bytes: pausing, calls for each staging round, the call that verifies, commit and resume; compare:
+    a transfer's two digests brought to the controller and compared there."""
 
     pause: Seconds = 0.0
     round: Seconds = 0.0
+    verify: Seconds = 0.0
     finish: Seconds = 0.0
     compare: Seconds = 0.0
+
+
+class Python(_Strict):
+    """What the agents' Python costs beside the bytes. check: a parameter of a trainer rank, seen not to have moved: before
+    the pause, and in each round while bytes are on the wire. send, receive: a transfer on its trainer rank and on its engine
+    worker, mostly its digest. compare (see Control) is the controller's share.
+    """
+
+    check: Seconds = 0.0
+    send: Seconds = 0.0
+    receive: Seconds = 0.0
+
+
+class Quantise(_Strict):
+    """look: weights seen before the pause (magnitudes, NaN), bytes of weights a second. make: kernels that fill the staging
+    buffer with values and scales, bytes read and written a second, the report of the error included."""
+
+    look: Rate
+    make: Rate
 
 
 class Detect(_Strict):
@@ -99,11 +125,14 @@ class Collective(_Strict):
 class Cluster(_Strict):
     """See the module docstring. copy: strided copy on one rank. digest_source, digest_target: one rank hashing its bytes.
 
-    pcie: one GPU to its network card or to host memory. nic: null on a single machine.
+    pcie: one GPU to its network card or to host memory. nic: null on a single machine. transports: those that the numbers are
+    of (transport_name() says which one a job uses); empty: not said. quantise: null where it is not known; then weights are
+    seen at digest_source and made at copy_rate.
     """
 
     name: str
     description: str
+    transports: tuple[str, ...] = ()
     gpus_per_node: int = Field(ge=1)
     gpu_memory: float = Field(gt=0, description="bytes of one GPU (or of one rank's share of host memory)")
     local: Local
@@ -116,6 +145,8 @@ class Cluster(_Strict):
     digest_target: Rate
     cores: Cores | None = None
     control: Control = Control()
+    python: Python = Python()
+    quantise: Quantise | None = None
     detect: Detect
     collective: Collective | None = None
 
@@ -130,29 +161,52 @@ class Cluster(_Strict):
         return self
 
 
+def transport_name(name: str, options: Mapping[str, Any]) -> str:
+    """One word for a transport of the config: rdma, tcp, nvlink, ipc, cma, or its own name."""
+    words = {"nvlink_intra": "nvlink", "cuda_ipc": "ipc"}
+    word = str(options.get("protocol", name))
+    return words.get(word, word)
+
+
 def cluster_names() -> list[str]:
     """The shipped clusters."""
     root = resources.files("weight_sync_conf").joinpath("weight_sync", "cluster")
     return sorted(item.name[:-5] for item in root.iterdir() if item.name.endswith(".yaml"))
 
 
-def load_cluster(name: str) -> Cluster:
-    """A shipped cluster by name, or the YAML file at a path. Raises ConfigError naming each key that is wrong."""
-    import yaml
+def load_cluster(name: str, changes: Mapping[str, Any] | None = None) -> Cluster:
+    """A shipped cluster by name, or the YAML file at a path. Raises ConfigError naming each key that is wrong.
 
-    path = Path(name)
+    changes: values by path ("fabric.oversubscription") that replace those of the file.
+    """
+    path, file = Path(name), name
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise ConfigError(f"cluster={name}: no such file; shipped are {', '.join(cluster_names())}")
         text = path.read_text()
     elif name in cluster_names():
         text = resources.files("weight_sync_conf").joinpath("weight_sync", "cluster", f"{name}.yaml").read_text()
+        file = f"conf/weight_sync/cluster/{name}.yaml"
     else:
         raise ConfigError(f"cluster={name}: there are {', '.join(cluster_names())}, or give the path of a YAML file")
-    try:
-        return parse_cluster(yaml.safe_load(text), f"cluster {name}")
-    except yaml.YAMLError as error:
-        raise ConfigError(f"cluster {name}: not readable as YAML: {error}") from None
+    data = read_yaml(text, file, ConfigError)
+    if isinstance(data, dict):
+        for key, value in (changes or {}).items():
+            _replace(data, key, value)
+    return parse_cluster(data, f"cluster {name}")
+
+
+def _replace(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a value by its path; blocks that the file leaves out are made, and checked with the rest."""
+    *blocks, last = key.split(".")
+    for block in blocks:
+        inner = data.get(block)
+        if inner is None:
+            inner = data[block] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"cluster.{key}: {block} is a value, not a block of keys")
+        data = inner
+    data[last] = value
 
 
 def parse_cluster(data: Any, where: str) -> Cluster:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weight_sync.errors import ConfigError, listed
 from weight_sync.ids import Side
@@ -82,16 +83,20 @@ def place(cluster: Cluster, trainers: int, rollouts: int, hosts: Sequence[str] =
 class Network:
     """names, kinds, capacity: of every resource. Units: bytes/s for links, seconds of work a second for the rest.
 
-    kinds: local (NVLink or loopback), nic, pcie, leaf are links; issue, work, cores are what ranks do.
+    kinds: local (NVLink or loopback), nic, pcie, leaf are links; issue, work, cores are what ranks do. transport: as
+    transport_name() has it; "" takes the local link where there is one and the network elsewhere.
     """
 
     cluster: Cluster
     placement: Placement
     faults: Faults
+    transport: str = ""
     names: list[str] = field(default_factory=list[str])
     kinds: list[str] = field(default_factory=list[str])
     capacity: Floats = field(default_factory=lambda: np.zeros(0))
     domain: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    leaf: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    leaf_rate: float = 0.0
 
     def __post_init__(self) -> None:
         c, p = self.cluster, self.placement
@@ -105,10 +110,10 @@ class Network:
             return np.arange(first, len(self.names), dtype=np.int64)
 
         places = range(len(p.node))
-        who = [f"trainer {i}" if i < p.trainers else f"rollout {i - p.trainers}" for i in places]
+        who = [self.label(i) for i in places]
         share = self._shares(who)
-        self._out = add("local", [f"{w} local out" for w in who], [c.local.rate * s for s in share])
-        self._in = add("local", [f"{w} local in" for w in who], [c.local.rate * s for s in share])
+        self._out = add("local", [f"{w} local out" for w in who], [self.local_rate * s for s in share])
+        self._in = add("local", [f"{w} local in" for w in who], [self.local_rate * s for s in share])
         self._issue = add("issue", [f"{w} issuing writes" for w in who], [c.writes.threads * s for s in share])
         self._work = add("work", [f"{w} hashing and copying" for w in who], list(share))
         if c.pcie is not None:
@@ -124,18 +129,46 @@ class Network:
                 add("nic", [f"node {n} nic {k} in" for n, k in cards], [c.nic.rate] * len(cards)),
             )
             self._card = self._cards(c.nic.per_node, nodes)
-            leaf = p.node // c.fabric.nodes_per_leaf
-            up = c.nic.rate * c.nic.per_node * min(c.fabric.nodes_per_leaf, nodes) / c.fabric.oversubscription
-            leaves = int(leaf.max()) + 1
-            self._leaf = leaf
+            self.leaf = p.node // c.fabric.nodes_per_leaf
+            self.leaf_rate = c.nic.rate * c.nic.per_node * min(c.fabric.nodes_per_leaf, nodes) / c.fabric.oversubscription
+            leaves = int(self.leaf.max()) + 1
             self._up = (
-                add("leaf", [f"leaf {i} up" for i in range(leaves)], [up] * leaves),
-                add("leaf", [f"leaf {i} down" for i in range(leaves)], [up] * leaves),
+                add("leaf", [f"leaf {i} up" for i in range(leaves)], [self.leaf_rate] * leaves),
+                add("leaf", [f"leaf {i} down" for i in range(leaves)], [self.leaf_rate] * leaves),
             )
         if c.cores is not None:
             self._cores = add("cores", [f"node {n} cores" for n in range(nodes)], [c.cores.count] * nodes)
         self.capacity = np.asarray(capacity)
         self.domain = (p.node * c.gpus_per_node + p.gpu) // c.local.domain
+
+    @property
+    def local_rate(self) -> float:
+        """Bytes/s of a rank over its local link, at best."""
+        return self.cluster.local.rate
+
+    @property
+    def write_seconds(self) -> float:
+        """What a write costs beyond its bytes; nothing where thousands are asked for at once."""
+        return 0.0 if self.transport == "ipc" else self.cluster.writes.seconds
+
+    def near(self, source: Ints, target: Ints) -> NDArray[np.bool_]:
+        """Which pairs of places use the local link. Raises ConfigError where the transport cannot reach the others.
+
+        Mooncake and NIXL with rdma go over the network card even within a node; cuda_ipc and nvlink_intra never leave one.
+        """
+        if self.transport == "rdma" and self.cluster.nic is not None:
+            return np.zeros(len(source), np.bool_)
+        node = self.placement.node
+        inside = node[source] == node[target]
+        if self.transport not in ("ipc", "nvlink"):
+            return self.domain[source] == self.domain[target]
+        if (apart := np.flatnonzero(~inside)).size:
+            a, b = int(source[apart[0]]), int(target[apart[0]])
+            raise ConfigError(
+                f"transport {self.transport} stays within one node, but {self.label(a)} sends to {self.label(b)} on another "
+                f"(nodes {node[a]} and {node[b]} of cluster {self.cluster.name}): take rdma or tcp, or put both on one node"
+            )
+        return inside
 
     def _shares(self, who: list[str]) -> list[float]:
         share = [1.0] * len(who)
@@ -163,30 +196,36 @@ class Network:
             card[i] = good[0]
         return p.node * per_node + card
 
-    def paths(self, source: Ints, target: Ints, writes_per_byte: Floats) -> tuple[Ints, Floats]:
-        """(resource, coef) [flows, 9] of flows between places: links, issuing writes, and the cores of both ends."""
+    def paths(self, source: Ints, target: Ints, writes_per_byte: Floats, long: Floats | None = None) -> tuple[Ints, Floats]:
+        """(resource, coef) [flows, 9] of flows between places: links, issuing writes, and the cores of both ends.
+
+        long: share of each flow that is in long ranges; None: nothing.
+        """
         c, n = self.cluster, len(source)
-        near = self.domain[source] == self.domain[target]
+        near = self.near(source, target)
         far = ~near
         if c.nic is None and far.any():
             raise ConfigError(f"cluster {c.name} has no network, but ranks on different nodes exchange bytes")
         resource, coef = np.zeros((n, 9), np.int64), np.zeros((n, 9))
         resource[:, 0], resource[:, 1] = self._out[source], self._in[target]
         coef[near, :2] = 1.0
+        if self.transport == "ipc" and c.local.ipc is not None:
+            short = 1.0 - (np.zeros(n) if long is None else long[near])
+            coef[near, :2] += (short * (c.local.rate / c.local.ipc - 1.0))[:, None]
         if c.local.serial:
-            coef[near, 0] += writes_per_byte[near] * c.writes.seconds / c.writes.threads * c.local.rate
+            coef[near, 0] += writes_per_byte[near] * self.write_seconds / c.writes.threads * self.local_rate
         if c.nic is not None:
             resource[:, 2], resource[:, 3] = self._nic[0][self._card[source]], self._nic[1][self._card[target]]
             coef[far, 2:4] = 1.0
-            apart = far & (self._leaf[source] != self._leaf[target])
-            resource[:, 4], resource[:, 5] = self._up[0][self._leaf[source]], self._up[1][self._leaf[target]]
+            apart = far & (self.leaf[source] != self.leaf[target])
+            resource[:, 4], resource[:, 5] = self._up[0][self.leaf[source]], self._up[1][self.leaf[target]]
             coef[apart, 4:6] = 1.0
         if c.pcie is not None:
             resource[:, 6], resource[:, 7] = self._pcie[0][source], self._pcie[1][target]
             coef[far, 6:8] = 1.0
         issue = self._issue[source]
         resource[:, 8] = issue
-        coef[:, 8] = writes_per_byte * c.writes.seconds
+        coef[:, 8] = writes_per_byte * self.write_seconds
         if c.cores is not None:
             resource = np.column_stack([resource, self._cores[self.placement.node[source]]])
             coef = np.column_stack([coef, np.full(n, c.cores.wire)])
@@ -199,6 +238,11 @@ class Network:
         if self.cluster.cores is not None:
             resource[:, 1], coef[:, 1] = self._cores[self.placement.node[places]], seconds_per_byte
         return resource, coef
+
+    def label(self, place: int) -> str:
+        """trainer 3, rollout 7."""
+        trainers = self.placement.trainers
+        return f"trainer {place}" if place < trainers else f"rollout {place - trainers}"
 
     @property
     def width(self) -> int:

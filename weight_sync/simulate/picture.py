@@ -1,8 +1,8 @@
 """A picture of a simulated sync: who is busy when, and how full the links are. Needs matplotlib (extra `picture`).
 
 Above, one row for each rank (or for each group of neighbouring ranks when there are many: the bar is the slowest one's, the
-shade says how many were still at it). Below, the share of each kind of link that is used: mean over the links of that kind
-that are used at all, and the fullest one.
+shade says how many were still at it), and for how long the engines are paused. Below, the share of each kind of link that is
+used: mean over the links of that kind that are used at all, and the fullest one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import numpy as np
 from weight_sync.errors import ConfigError
 from weight_sync.simulate.sync import Simulation, Span
 
-COLOURS = {"pause": "#d1495b", "write": "#2f6db5", "place": "#8c6bb1", "verify": "#3a9e6e", "finish": "#37a6b5"}
+COLOURS = {
+    "quantise": "#b5a300", "pause": "#d1495b", "check": "#d98a3d", "write": "#2f6db5", "place": "#8c6bb1", "verify": "#3a9e6e",
+    "finish": "#37a6b5",
+}  # fmt: skip
+WORDS = {
+    "quantise": "looking at weights to be quantised", "pause": "pausing engines", "check": "has a parameter moved?",
+    "write": "sending, receiving", "place": "unpacking", "verify": "digesting, comparing", "finish": "commit, resume",
+}  # fmt: skip
 KINDS = {
     "local": "NVLink or loopback", "nic": "network cards", "pcie": "PCIe", "leaf": "switch uplinks", "cores": "CPU cores",
     "issue": "message rate", "work": "hashing and copying",
@@ -87,9 +94,16 @@ def _gantt(axes: Any, simulation: Simulation, groups: dict[str, list[tuple[str, 
                     alpha = 1 - (1 - 0.95) ** (1 / len(here))
                     axes.barh(y, s.seconds, left=s.start, height=0.8, color=COLOURS[phase], alpha=alpha, linewidth=0)
     axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
-    axes.invert_yaxis()
-    seen = [phase for phase in COLOURS if simulation.prediction.phases.get(phase)]
-    axes.legend(handles=[Patch(color=COLOURS[p], label=p) for p in seen], ncols=len(seen), fontsize=7, loc="lower center",
+    axes.set_ylim(len(rows) - 0.4, -1.6)
+    axes.axhline(0.5 + len(groups["trainer"]), color="#888", linewidth=0.6)
+    begin, end = next((s.start for s in control if s.phase == "pause"), 0.0), simulation.prediction.seconds
+    axes.axvspan(begin, end, color="#d1495b", alpha=0.05, linewidth=0)
+    after = "and longer" if simulation.failed else ""
+    axes.text((begin + end) / 2, -1.0, f"engines paused for {end - begin:.3g} s {after}".strip(), fontsize=7, ha="center",
+              va="center", color="#a03040")  # fmt: skip
+    present = {s.phase for s in simulation.spans}
+    seen = [phase for phase in COLOURS if phase in present]
+    axes.legend(handles=[Patch(color=COLOURS[p], label=WORDS[p]) for p in seen], ncols=4, fontsize=7, loc="lower center",
                 bbox_to_anchor=(0.5, 1.0), frameon=False)  # fmt: skip
 
 
@@ -109,5 +123,5 @@ def _links(axes: Any, simulation: Simulation) -> None:
         axes.stairs(most, edges, color=colour, linewidth=0.8, linestyle=":")
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("share in use\n(dotted: fullest)", fontsize=8)
-    axes.legend(fontsize=7, loc="lower left")
+    axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
     axes.grid(alpha=0.25)

@@ -1,7 +1,10 @@
-"""Simulate one sync of ours: pause, write in rounds (hashing meanwhile), verify, commit, resume.
+"""Simulate one sync of ours: look at what is quantised, pause, write in rounds (hashing meanwhile), verify, commit, resume.
 
 Phases follow one another as in the session: a round ends for everybody before the next one begins, hashes of the live
-destination are taken when all bytes have landed.
+destination are taken when all bytes have landed. What Python costs for each parameter and transfer (Cluster.python) goes
+with what it accompanies: the look that nothing has moved before the pause, and again while bytes are on the wire - or after
+them, where they went through the staging buffer and the rank waits for each half of it (all transports but cuda_ipc, whose
+order the device keeps).
 """
 
 from __future__ import annotations
@@ -15,15 +18,16 @@ from weight_sync.plan.schedule import Schedule
 from weight_sync.simulate.cluster import Cluster
 from weight_sync.simulate.fluid import Floats, Flows, Ints, Solution, Step, loads, solve, summed
 from weight_sync.simulate.network import Faults, Network, place
-from weight_sync.simulate.work import Round, Work, work_of
+from weight_sync.simulate.work import LONG, Round, Work, work_of
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """How the sync is run. bucket: bytes handed over at a time, and the longest write. verify: hash both sides.
 
-    relay: the trainer sends to the first engine only, each engine passes every bucket on to the next (engines: how many).
-    bytes_ratio: see work_of. steps: about how many slots a sync is cut into; more is finer and slower.
+    relay: the trainer sends to the first engine only, each engine passes every bucket on to the next (engines: how many); a
+    question to the simulator, sessions do not do it. bytes_ratio: see work_of. transport: see Network. steps: about how many
+    slots a sync is cut into; more is finer and slower.
     """
 
     bucket: float = float(32 << 20)
@@ -32,6 +36,7 @@ class Options:
     engines: int = 1
     bytes_ratio: float = 1.0
     share_nodes: bool = False
+    transport: str = ""
     steps: int = 200
 
 
@@ -103,7 +108,7 @@ def simulate(schedule: Schedule, cluster: Cluster, options: Options | None = Non
     work = work_of(schedule, options.bucket, options.bytes_ratio)
     hosts = [*plan.source_hosts, *plan.target_hosts]
     placement = place(cluster, work.trainers, work.rollouts, hosts, share_nodes=options.share_nodes)
-    return run(work, Network(cluster, placement, faults or Faults()), options)
+    return run(work, Network(cluster, placement, faults or Faults(), options.transport), options)
 
 
 def run(work: Work, network: Network, options: Options) -> Simulation:
@@ -114,35 +119,40 @@ def run(work: Work, network: Network, options: Options) -> Simulation:
     if options.relay and options.engines < 2:
         raise ConfigError("relay: needs at least two engines, and options.engines to say how many there are")
     bound, bound_limit = _bound(work, network, options)
-    spans: list[Span] = [Span("controller", "pause", 0.0, c.control.pause)]
-    phases = {"pause": c.control.pause, "write": 0.0, "place": 0.0, "verify": 0.0, "finish": c.control.finish}
-    now = c.control.pause
+    slot = max(bound, 1e-9) / options.steps
+    spans, before = _before(work, network, slot)
+    phases = {"quantise": 0.0, "pause": 0.0, "write": 0.0, "place": 0.0, "verify": 0.0, "finish": c.control.finish} | before
+    begun = now = sum(before.values())
     writing: list[Step] = []
     heaviest: Floats = np.zeros(len(network.capacity))
-    slot = max(bound, 1e-9) / options.steps
-    for number, round_ in enumerate(work.rounds):
-        flows, solution = _write(work, round_, network, options, slot, digest=options.verify and number == 0)
-        extra = c.control.round + (_fill(network, options) if options.relay else 0.0)
-        spans += _write_spans(work, round_, flows, solution, now)
+    for round_ in work.rounds:
+        flows, solution, ends = _write(work, round_, network, options, slot)
+        after, waiting = _local(network, _aside(work, round_, network)[1], 0, 1.0, slot)
+        extra = c.control.round + waiting + (_fill(network, options) if options.relay else 0.0)
+        spans += _write_spans(work, ends, flows, solution, now)
+        spans += _local_spans("trainer", "check", after, round_.staged, now + solution.seconds)
         writing += [Step(now + s.start, s.seconds, s.usage) for s in solution.steps]
         heaviest = heaviest + loads(flows, network.capacity)
         seconds = solution.seconds + extra
         phases["write"] += seconds
         now += seconds
         copying, seconds = _local(network, round_.placed, work.trainers, 1 / c.copy_rate, slot)
-        spans += _local_spans("place", copying, round_.placed, now)
+        spans += _local_spans("rollout", "place", copying, round_.placed, now)
         phases["place"] += seconds
         now += seconds
     failed: str | None = None
     if faults.dead_engine is not None:
-        failed, now, phases, spans = _died(faults.dead_engine, network, options, phases, spans)
+        failed, now, phases, spans = _died(faults.dead_engine, begun, network, options, phases, spans)
     else:
         if options.verify:
-            hashing, seconds = _local(network, work.received, work.trainers, 1 / c.digest_target, slot)
-            spans += _local_spans("verify", hashing, work.received, now)
+            each = work.received / c.digest_target
+            if work.items is not None:
+                each = each + work.items.receives * c.python.receive
+            hashing, seconds = _local(network, each, work.trainers, 1.0, slot)
+            spans += _local_spans("rollout", "verify", hashing, work.received, now)
             compare = c.control.compare * work.transfers
-            spans.append(Span("controller", "verify", now + seconds, compare))
-            seconds += compare
+            spans.append(Span("controller", "verify", now + seconds, compare + c.control.verify))
+            seconds += compare + c.control.verify
             phases["verify"] = seconds
             now += seconds
         spans.append(Span("controller", "finish", now, c.control.finish))
@@ -156,30 +166,60 @@ def run(work: Work, network: Network, options: Options) -> Simulation:
     return Simulation(prediction, tuple(spans), usage, network, tuple(writing), failed)
 
 
+def _before(work: Work, network: Network, slot: float) -> tuple[list[Span], dict[str, float]]:
+    """What comes before the first write, and its seconds: no parameter has moved, weights that are quantised are looked at
+    (nothing is paused yet), engines are paused."""
+    c, items = network.cluster, work.items
+    if items is None:
+        return [Span("controller", "pause", 0.0, c.control.pause)], {"pause": c.control.pause}
+    quantised = bool(items.looked.any())
+    each = items.params * c.python.check + items.looked / (c.quantise.look if c.quantise else c.digest_source)
+    looking, seconds = _local(network, each, 0, 1.0, slot)
+    spans = _local_spans("trainer", "quantise" if quantised else "check", looking, items.looked, 0.0)
+    pause = Span("controller", "pause", seconds, c.control.pause)
+    first = "quantise" if quantised else "pause"  # where a session's own record has it
+    return [*spans, pause], {"pause": c.control.pause} | {first: seconds + (0.0 if quantised else c.control.pause)}
+
+
+def _aside(work: Work, round_: Round, network: Network) -> tuple[Floats, Floats]:
+    """Seconds of Python of each trainer rank in a round: (beside the wire, after it). See the module docstring."""
+    items, python, none = work.items, network.cluster.python, np.zeros(work.trainers)
+    if items is None:
+        return none, none
+    share = summed(round_.source, round_.nbytes, work.trainers) / np.maximum(work.sent, 1)
+    each = (items.params * python.check + items.sends * share * python.send) * (share > 0)
+    late = none if round_.staged is None or network.transport == "ipc" else round_.staged
+    return each * (1 - late), each * late
+
+
 def _write(
-    work: Work, round_: Round, network: Network, options: Options, slot: float, *, digest: bool
-) -> tuple[Flows, Solution]:
+    work: Work, round_: Round, network: Network, options: Options, slot: float
+) -> tuple[Flows, Solution, tuple[Ints, Ints, Floats]]:
+    """Flows of a round, their solution, and (source, target, bytes) of those that are bytes, as places."""
     c, trainers = network.cluster, work.trainers
     source, target, nbytes, writes = round_.source, round_.target + trainers, round_.nbytes, round_.writes
+    long = None if round_.long is None else round_.long / np.maximum(nbytes, 1)
     if options.relay:
         source, target, nbytes, writes = _relayed(work, round_, options)
+        long = np.full(len(nbytes), float(options.bucket >= LONG))
     per_byte = writes / np.maximum(nbytes, 1)
-    resource, coef = network.paths(source, target, per_byte)
-    # What the source does meanwhile, in one thread: hash everything once, copy what is packed.
-    busy = (work.sent / c.digest_source if digest else 0.0) + round_.packed / c.copy_rate
-    busy = np.broadcast_to(busy, (trainers,))
+    resource, coef = network.paths(source, target, per_byte, long)
+    # What the source does meanwhile: hash what it sends, copy what is packed, make what is quantised, and its Python.
+    hashed = summed(round_.source, round_.nbytes, trainers) / c.digest_source if options.verify else 0.0
+    made = 0.0 if round_.made is None else round_.made / (c.quantise.make if c.quantise else c.copy_rate)
+    busy = hashed + round_.packed / c.copy_rate + made + _aside(work, round_, network)[0]
     who = np.flatnonzero(busy > 0)
     # One unit of such a flow is one second of work.
     extra, weight = network.work(who, np.ones(len(who)), network.width)
     flows = Flows(np.concatenate([nbytes, busy[who]]), np.concatenate([resource, extra]), np.concatenate([coef, weight]))
-    return flows, _solve_mixed(flows, network, len(nbytes), slot)
+    return flows, _solve_mixed(flows, network, len(nbytes), slot), (source, target, nbytes)
 
 
 def _solve_mixed(flows: Flows, network: Network, transfers: int, slot: float) -> Solution:
     """Solve flows of bytes beside flows of seconds: the latter are scaled so that all rise together sensibly."""
     if transfers == len(flows):
         return solve(flows, network.capacity, slot)
-    scale = max(float(flows.amount[:transfers].max(initial=0.0)), 1.0) / float(flows.amount[transfers:].max())
+    scale = max(float(flows.amount[:transfers].max(initial=0.0)), 1.0) / float(flows.amount[transfers:].max(initial=0.0))
     amount, coef = flows.amount.copy(), flows.coef.copy()
     amount[transfers:] *= scale
     coef[transfers:] /= scale
@@ -207,12 +247,14 @@ def _relayed(work: Work, round_: Round, options: Options) -> tuple[Ints, Ints, F
 def _fill(network: Network, options: Options) -> float:
     """Seconds until the last engine of a relay has its first bucket."""
     c = network.cluster
-    rate = c.local.rate if c.nic is None else c.nic.rate * c.nic.per_node / c.gpus_per_node
+    rate = network.local_rate
+    if c.nic is not None and network.transport not in ("ipc", "nvlink"):
+        rate = c.nic.rate * c.nic.per_node / c.gpus_per_node
     return (options.engines - 1) * options.bucket / rate
 
 
 def _local(network: Network, nbytes: Floats, first: int, per_byte: float, slot: float) -> tuple[Solution, float]:
-    """Work of rollout ranks on their own memory."""
+    """Work of ranks on their own: of places from `first`, per_byte seconds for each of `nbytes`."""
     who = np.flatnonzero(nbytes > 0)
     if not len(who):
         return Solution(np.zeros(len(nbytes)), ()), 0.0
@@ -224,7 +266,8 @@ def _local(network: Network, nbytes: Floats, first: int, per_byte: float, slot: 
 
 
 def _bound(work: Work, network: Network, options: Options) -> tuple[float, str]:
-    """Bytes over the narrowest cut: each rollout rank's own way in, all ways out of the trainer, each link between leaves.
+    """Bytes over the narrowest cut: each rollout rank's own way in, all ways out of the trainer's nodes, or out of its leaf
+    switches where no engine is below one of them.
 
     With relay the trainer's side need send one engine's share only. Which trainer rank sends what is the planner's choice, so
     only their sum counts.
@@ -232,19 +275,27 @@ def _bound(work: Work, network: Network, options: Options) -> tuple[float, str]:
     c, p = network.cluster, network.placement
     sources = np.unique(np.concatenate([r.source for r in work.rounds]))
     nodes = np.unique(p.node[: work.trainers])
-    near_in = c.local.rate
+    near_in = network.local_rate
     nic_in = c.nic.rate * max(1.0, c.nic.per_node / c.gpus_per_node) if c.nic is not None else near_in
     # A rank reached over both ways at once could take bytes at the sum of both.
     both = np.isin(network.domain[work.trainers :], network.domain[: work.trainers])
+    if network.transport == "rdma" and c.nic is not None:
+        both[:] = False
+    elif network.transport in ("ipc", "nvlink"):
+        both, nic_in = np.ones_like(both), 0.0
     way_in = np.where(both, near_in + (nic_in if c.nic is not None else 0.0), nic_in)
     inward = work.received / way_in
     rank = int(np.argmax(inward))
     candidates = [(float(inward[rank]), f"into rollout rank {rank}")]
-    if c.nic is not None:
+    if c.nic is not None and network.transport not in ("ipc", "nvlink"):
         if not both.any():
             share = 1 / options.engines if options.relay else 1.0
             out = c.nic.rate * c.nic.per_node * len(nodes)
             candidates.append((work.nbytes * share / out, "out of the trainer's nodes"))
+            leaves = np.unique(network.leaf[: work.trainers])
+            if not np.isin(network.leaf[work.trainers :], leaves).any():
+                up = network.leaf_rate * len(leaves)
+                candidates.append((work.nbytes * share / up, "out of the trainer's leaf switches"))
     else:
         candidates.append((work.nbytes / (near_in * len(sources)), "out of the trainer's ranks"))
     return max(candidates)
@@ -254,6 +305,7 @@ def _limit(network: Network, phases: dict[str, float], heaviest: Floats, top: in
     longest = max(phases, key=lambda name: phases[name])
     if longest != "write" or not heaviest.any():
         words = {
+            "quantise": "looking at the weights before the pause",
             "pause": "pausing the engines", "place": "unpacking at the destination", "verify": "hashing at the destination",
             "finish": "commit and resume",
         }  # fmt: skip
@@ -271,24 +323,21 @@ def _usage(network: Network, heaviest: Floats, seconds: float) -> tuple[Usage, .
     )
 
 
-def _write_spans(work: Work, round_: Round, flows: Flows, solution: Solution, now: float) -> list[Span]:
-    """A bar for each trainer rank until its last byte has left, and for each rollout rank until its last has arrived."""
-    pairs = len(round_.source)
-    finish = solution.finish
-    if len(finish) < pairs or len(flows) < pairs:
-        pairs = 0  # relayed: flows are not the round's pairs
+def _write_spans(work: Work, ends: tuple[Ints, Ints, Floats], flows: Flows, solution: Solution, now: float) -> list[Span]:
+    """A bar for each rank until its last byte has left, or has arrived (of an engine that relays: the later of both)."""
+    source, target, nbytes = ends
+    finish = solution.finish[: len(source)]
     end = np.zeros(work.trainers + work.rollouts)
-    sent = np.zeros(work.trainers + work.rollouts)
-    np.maximum.at(end, round_.source[:pairs], finish[:pairs])
-    np.maximum.at(end, round_.target[:pairs] + work.trainers, finish[:pairs])
-    np.add.at(sent, round_.source[:pairs], round_.nbytes[:pairs])
-    np.add.at(sent, round_.target[:pairs] + work.trainers, round_.nbytes[:pairs])
-    return [Span(_name(work.trainers, i), "write", now, float(end[i]), float(sent[i])) for i in np.flatnonzero(end).tolist()]
+    moved = np.zeros(work.trainers + work.rollouts)
+    for places in (source, target):
+        np.maximum.at(end, places, finish)
+        np.add.at(moved, places, nbytes)
+    return [Span(_name(work.trainers, i), "write", now, float(end[i]), float(moved[i])) for i in np.flatnonzero(end).tolist()]
 
 
-def _local_spans(phase: str, solution: Solution, nbytes: Floats, now: float) -> list[Span]:
+def _local_spans(side: str, phase: str, solution: Solution, nbytes: Floats | None, now: float) -> list[Span]:
     return [
-        Span(f"rollout {i}", phase, now, float(solution.finish[i]), float(nbytes[i]))
+        Span(f"{side} {i}", phase, now, float(solution.finish[i]), 0.0 if nbytes is None else float(nbytes[i]))
         for i in np.flatnonzero(solution.finish).tolist()
     ]
 
@@ -298,16 +347,18 @@ def _name(trainers: int, i: int) -> str:
 
 
 def _died(
-    dead: tuple[int, float], network: Network, options: Options, phases: dict[str, float], spans: list[Span]
+    dead: tuple[int, float], begun: float, network: Network, options: Options, phases: dict[str, float], spans: list[Span]
 ) -> tuple[str, float, dict[str, float], list[Span]]:
-    """A sync whose engine stops answering while it is written: it fails when the transport says so, and nobody resumes."""
+    """A sync whose engine stops answering while it is written: it fails when the transport says so, and nobody resumes.
+
+    begun: when writing began.
+    """
     engine, at = dead
     if not 0 <= engine < options.engines:
         raise ConfigError(f"dead engine {engine}: there are {options.engines}")
     if not at >= 0:
         raise ConfigError(f"dead engine at {at:g} s: must be 0 or later")
     c = network.cluster
-    begun = c.control.pause
     if at > phases["write"]:
         why = f"engine {engine} died {at:g} s after writing began, when all was written: it gives no digest"
     else:

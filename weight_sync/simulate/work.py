@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from weight_sync.ids import ITEMSIZE
 from weight_sync.plan.plan import Plan
 from weight_sync.plan.runs import inner_elements
 from weight_sync.plan.schedule import Method, Schedule
 from weight_sync.simulate.fluid import Floats, Ints, summed
 
+Bools = NDArray[np.bool_]
+LONG = 1 << 18
+"""Bytes from which on cuda_ipc leaves a contiguous range to the copy engines (COPY_FROM there; a test compares them)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """One staging round. source, target: ranks of a pair; nbytes, writes: of it. packed [trainers]: bytes copied before they
-    are sent; placed [rollouts]: bytes copied after they arrived."""
+    are sent; placed [rollouts]: bytes copied after they arrived. made [trainers]: bytes that quantisation kernels read and
+    write; staged [trainers]: share of what a rank sends in this round that lies in its staging buffer first; long: bytes of a
+    pair in contiguous ranges of LONG and more, each transfer for itself; None: none."""
 
     source: Ints
     target: Ints
@@ -23,11 +31,26 @@ class Round:
     writes: Floats
     packed: Floats
     placed: Floats
+    made: Floats | None = None
+    staged: Floats | None = None
+    long: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What Python goes through one by one. params, sends [trainers]: parameters of a rank, transfers it sends; looked
+    [trainers]: bytes of its weights that are quantised; receives [rollouts]: transfers of a worker."""
+
+    params: Floats
+    sends: Floats
+    looked: Floats
+    receives: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """rounds: in order. sent [trainers], received [rollouts]: bytes in all, each hashed once. transfers: of the plan."""
+    """rounds: in order. sent [trainers], received [rollouts]: bytes in all, each hashed once. transfers: of the plan.
+    items: None where they are not counted; they cost nothing then."""
 
     trainers: int
     rollouts: int
@@ -35,6 +58,7 @@ class Work:
     sent: Floats
     received: Floats
     transfers: int
+    items: Items | None = None
 
     @property
     def nbytes(self) -> float:
@@ -53,30 +77,45 @@ def work_of(schedule: Schedule, bucket: float = np.inf, bytes_ratio: float = 1.0
     plan = schedule.plan
     nbytes: Floats = (plan.nbytes * bytes_ratio).astype(np.float64)
     direct = schedule.method == Method.DIRECT
-    writes = _writes(plan, direct, bucket, bytes_ratio)
+    runs, inner = _runs(plan)
+    writes = _writes(plan, direct, runs, inner, bucket, bytes_ratio)
     # Column by column, pieces are small records in Python; there are few unless a model's cuts fit badly.
     pieces = schedule.pieces
     row, round_, kind = pieces.row, pieces.round, pieces.method
     size = pieces.nbytes.astype(np.float64) * bytes_ratio
-    copied = np.isin(kind, (int(Method.PACK), int(Method.BOTH)))
-    staged = np.isin(kind, (int(Method.UNPACK), int(Method.BOTH)))
     source_rank, target_rank = plan.source_rank, plan.target_rank
+    made = plan.made.take(row)
+    buffered = np.isin(kind, (int(Method.PACK), int(Method.BOTH)))
+    copied = buffered & ~made
+    late = np.isin(kind, (int(Method.UNPACK), int(Method.BOTH)))
+    kernels = _kernel_bytes(plan, row, size, bytes_ratio) if made.any() else np.zeros(len(row))
+    far = float(LONG if bucket >= LONG else np.inf)  # from where on a range is long
+    long = np.where((runs == 1) & (nbytes >= far), nbytes, 0.0)
     rounds: list[Round] = []
     for r in range(schedule.rounds):
         here = round_ == r
         rows = np.concatenate([np.flatnonzero(direct) if r == 0 else np.zeros(0, np.int64), row[here]])
         amount = np.concatenate([nbytes[direct] if r == 0 else np.zeros(0), size[here]])
         count = np.concatenate([writes[direct] if r == 0 else np.zeros(0), np.ceil(size[here] / bucket).clip(1)])
+        ranges = np.concatenate([long[direct] if r == 0 else np.zeros(0), np.where(size[here] >= far, size[here], 0.0)])
         pair = source_rank[rows] * plan.target_world + target_rank[rows]
         pairs, index = np.unique(pair, return_inverse=True)
+
+        def by_source(mask: Bools, what: Floats, here: Bools = here) -> Floats:
+            return summed(source_rank[row[here & mask]], what[here & mask], plan.source_world)
+
+        sent = summed(source_rank[rows], amount, plan.source_world)
         rounds.append(
             Round(
                 pairs // plan.target_world,
                 pairs % plan.target_world,
                 summed(index, amount, len(pairs)),
                 summed(index, count, len(pairs)),
-                summed(source_rank[row[here & copied]], size[here & copied], plan.source_world),
-                summed(target_rank[row[here & staged]], size[here & staged], plan.target_world),
+                by_source(copied, size),
+                summed(target_rank[row[here & late]], size[here & late], plan.target_world),
+                by_source(made, kernels),
+                by_source(buffered, size) / np.maximum(sent, 1),
+                summed(index, ranges, len(pairs)),
             )
         )
     return Work(
@@ -86,14 +125,42 @@ def work_of(schedule: Schedule, bucket: float = np.inf, bytes_ratio: float = 1.0
         summed(source_rank, nbytes, plan.source_world),
         summed(target_rank, nbytes, plan.target_world),
         len(plan),
+        _items(plan),
     )
 
 
-def _writes(plan: Plan, direct: np.ndarray, bucket: float, ratio: float) -> Floats:
-    """Writes of each transfer when it travels directly, adjacent ones joined as the source does (a joined one counts 0)."""
+def _kernel_bytes(plan: Plan, row: Ints, size: Floats, ratio: float) -> Floats:
+    """Bytes that quantisation kernels read and write for each piece; scales are made with their values and read nothing."""
+    tensor = plan.tensor.take(row)
+    elements = size / ratio / plan.itemsize.take(row) * plan.catalog.block.take(tensor, axis=0).prod(axis=1)
+    weight = plan.source_columns.of_kind(lambda p: ITEMSIZE[p.dtype]).take(plan.source.take(row))
+    return size + np.where(plan.catalog.leads.take(tensor), elements * weight, 0.0)
+
+
+def _items(plan: Plan) -> Items:
+    columns, world = plan.source_columns, plan.source_world
+    looked = np.zeros(world)
+    if plan.made.any():
+        # Whole parameters: a rank that sends a part of one looks at that part alone, which is less.
+        params = np.unique(plan.source[plan.made])
+        looked = summed(columns.rank.take(params), columns.of_kind(lambda p: p.numel * ITEMSIZE[p.dtype]).take(params), world)
+    return Items(
+        np.bincount(columns.rank, minlength=world).astype(np.float64),
+        np.bincount(plan.source_rank, minlength=world).astype(np.float64),
+        looked,
+        np.bincount(plan.target_rank, minlength=plan.target_world).astype(np.float64),
+    )
+
+
+def _runs(plan: Plan) -> tuple[Ints, Ints]:
+    """(contiguous runs of each transfer, elements of one)"""
     inner = inner_elements(plan.shape, plan.source_strides, plan.target_strides)
+    return plan.shape.prod(axis=1) // np.maximum(inner, 1), inner
+
+
+def _writes(plan: Plan, direct: Bools, runs: Ints, inner: Ints, bucket: float, ratio: float) -> Floats:
+    """Writes of each transfer when it travels directly, adjacent ones joined as the source does (a joined one counts 0)."""
     volume = plan.shape.prod(axis=1)
-    runs = volume // np.maximum(inner, 1)
     follows = np.zeros(len(plan), np.bool_)
     whole = (runs == 1) & direct
     follows[1:] = (
@@ -129,7 +196,14 @@ def repeated(work: Work, engines: int) -> Work:
             np.tile(round_.writes, engines),
             round_.packed * engines,
             np.tile(round_.placed, engines),
+            None if round_.made is None else round_.made * engines,
+            round_.staged,
+            None if round_.long is None else np.tile(round_.long, engines),
         )
+
+    items = work.items
+    if items is not None:
+        items = replace(items, sends=items.sends * engines, receives=np.tile(items.receives, engines))
 
     return Work(
         work.trainers,
@@ -138,4 +212,5 @@ def repeated(work: Work, engines: int) -> Work:
         work.sent * engines,
         np.tile(work.received, engines),
         work.transfers * engines,
+        items,
     )
