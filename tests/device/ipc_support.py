@@ -92,6 +92,7 @@ class Gpu:
         self.stuck: set[Stream] = set()
         self.device = 0
         self.opened: list[int] = []
+        self.capability = 9, 0
         self.batch: Callable[[], None] = lambda: None
         """Called before a copy of a batch is queued; may raise."""
         self._default = Stream(self, 0)
@@ -99,6 +100,7 @@ class Gpu:
         self.cuda = SimpleNamespace(
             is_available=lambda: True,
             current_device=lambda: self.device,
+            get_device_capability=lambda device: self.capability,
             synchronize=lambda device: None,
             device=self._on_device,
             Stream=lambda device, priority=0: Stream(self, device.index),
@@ -170,7 +172,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu()
 
     class CopyBatches:
-        def __init__(self, to: list[int], from_: list[int], nbytes: list[int], most: int) -> None:
+        def __init__(self, to: list[int], from_: list[int], nbytes: list[int], most: int, count: int) -> None:
             self.copies = list(zip(to, from_, nbytes, strict=True))
 
         def queue(self, stream: Stream) -> None:

@@ -56,3 +56,28 @@ def test_a_handle_of_another_length_is_refused(opened: list[bytes], wrong: str) 
     with pytest.raises(BindError, match=rf"has {len(wrong) // 2} bytes instead of 64"):
         ipc.open_handle(wrong)
     assert not opened
+
+
+def test_a_call_takes_so_many_bytes_and_copies_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double of the driver: a pointer is its number, and every call succeeds."""
+    calls: list[tuple[list[int], list[int], list[int], int]] = []
+
+    def queue(to: list[int], from_: list[int], nbytes: list[int], count: int, *rest: Any) -> tuple[int]:
+        calls.append((to, from_, nbytes, count))
+        return (0,)
+
+    order = SimpleNamespace(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM=1)
+    driver = SimpleNamespace(
+        CUdeviceptr=int,
+        CUstream=int,
+        CUmemcpyAttributes=SimpleNamespace,
+        CUmemcpySrcAccessOrder=order,
+        cuMemcpyBatchAsync=queue,
+    )
+    monkeypatch.setattr(ipc, "_cuda", lambda: driver)
+    sizes = [40, 40, 40, 200, 1, 1, 1, 1]
+    ipc.CopyBatches(range(8), range(100, 108), sizes, 100, 3).queue(SimpleNamespace(cuda_stream=7))
+    assert [nbytes for _, _, nbytes, _ in calls] == [[40, 40], [40], [200], [1, 1, 1], [1]]
+    assert [to for to, *_ in calls] == [[0, 1], [2], [3], [4, 5, 6], [7]]
+    assert [from_ for _, from_, *_ in calls] == [[100, 101], [102], [103], [104, 105, 106], [107]]
+    assert [count for *_, count in calls] == [2, 1, 1, 3, 1]

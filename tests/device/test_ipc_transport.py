@@ -26,9 +26,9 @@ LONG, SHORT = 256, 16  # bytes of a range that is a copy engine's, and of one th
 class Side:
     """A process with a registered buffer of one value."""
 
-    def __init__(self, gpu: Gpu, value: int, name: str) -> None:
+    def __init__(self, gpu: Gpu, value: int, name: str, copy_engines: bool | None = None) -> None:
         self.buffer = Tensor(np.full(LONG + SHORT, value, np.uint8), gpu)
-        self.transport = CudaIpcTransport()
+        self.transport = CudaIpcTransport(copy_engines=copy_engines)
         self.transport._process = name
         self.transport.register([Region(self.buffer.data_ptr(), LONG + SHORT)])
 
@@ -65,6 +65,20 @@ def test_long_ranges_go_by_copy_engines_and_short_ones_by_the_kernel(sides: tupl
     peer.transport.close()
     sender.transport.close()
     assert (gpu.strayed, gpu.opened) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("major", "wanted", "used"), [(9, None, True), (9, False, False), (10, None, False), (12, None, False), (10, True, True)]
+)
+def test_copy_engines_are_used_before_blackwell_and_where_the_config_says_so(
+    sides: tuple[Side, Side], gpu: Gpu, major: int, wanted: bool | None, used: bool
+) -> None:
+    gpu.capability = major, 0
+    sender, peer = Side(gpu, 7, "another", wanted), sides[1]
+    sender.transport.probe(peer.transport.describe(), SOON)
+    assert (sender.meeting(peer) is not None) == used
+    assert written(sender, peer) == LONG + SHORT
+    assert (peer.buffer.array == 7).all()
 
 
 def test_a_peer_does_not_close_before_what_was_queued_for_it_is_done(sides: tuple[Side, Side], gpu: Gpu) -> None:

@@ -87,13 +87,13 @@ class CopyBatches:
     its bytes cost on the wire, where each copy queued by itself costs microseconds beyond (benchmarks/gpu_notes.md).
     """
 
-    def __init__(self, to: Sequence[int], from_: Sequence[int], nbytes: Sequence[int], most: int) -> None:
-        """most: bytes of a call."""
+    def __init__(self, to: Sequence[int], from_: Sequence[int], nbytes: Sequence[int], most: int, count: int) -> None:
+        """most, count: bytes and copies of a call."""
         cuda = _cuda()
         self._calls: list[tuple[list[Any], list[Any], list[int]]] = []
         used = most
         for target, source, size in zip(to, from_, nbytes, strict=True):
-            if used + size > most:
+            if used + size > most or len(self._calls[-1][0]) == count:
                 self._calls.append(([], [], []))
                 used = 0
             targets, sources, sizes = self._calls[-1]

@@ -30,7 +30,7 @@ from weight_sync.errors import BindError, ConfigError, TransportError
 from weight_sync.ids import Deadline
 from weight_sync.transport.base import Batch, Completion, Endpoint, Region, Ticket
 from weight_sync.transport.ipc_copies import AREA_BYTES as RECORDS_BYTES
-from weight_sync.transport.ipc_copies import CopyEngine, Meeting, long_ranges
+from weight_sync.transport.ipc_copies import NOT_FROM, CopyEngine, Meeting, long_ranges
 from weight_sync.transport.ipc_records import SENDERS, drain, forget
 from weight_sync.transport.probe_area import AREA_BYTES, SCRATCH_OFFSET, new_epoch, pack_header, prove
 from weight_sync.transport.regions import (
@@ -99,14 +99,15 @@ class _Flight:
 class CudaIpcTransport:
     """See the module docstring. Endpoint.address is "<file>@<boot id>".
 
-    device: CUDA device of this rank's memory, the current one when None. ConfigError without CUDA.
+    device: CUDA device of this rank's memory, the current one when None. copy_engines: whether they may take long ranges; None:
+    on GPUs before Blackwell. ConfigError without CUDA.
     """
 
     name = "cuda_ipc"
     strided = True
     batch_bytes = 1 << 30
 
-    def __init__(self, *, device: int | None = None) -> None:
+    def __init__(self, *, device: int | None = None, copy_engines: bool | None = None) -> None:
         try:
             import torch  # pyright: ignore[reportMissingImports]
 
@@ -134,6 +135,8 @@ class CudaIpcTransport:
             # Above the caller's kernels: else its blocks wait for those of a kernel that fills the next staging buffer.
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._engine = CopyEngine(torch, ipc, kernels, self._device)
+        new = torch.cuda.get_device_capability(self._device)[0] >= NOT_FROM
+        self._copies = not new if copy_engines is None else copy_engines
         self._put(self._area.data_ptr(), pack_header(self._epoch))
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
         descriptor, name = tempfile.mkstemp(prefix="weight_sync-ipc-", dir=folder)
@@ -177,7 +180,9 @@ class CudaIpcTransport:
             prove(endpoint, read, write)
             if endpoint in self._peers:
                 self._close_peer(self._peers.pop(endpoint))
-            if content.get("senders") == SENDERS:  # else it is of another version, and does not look at them when it closes
+            if (
+                self._copies and content.get("senders") == SENDERS
+            ):  # else it is of another version, and does not look at them when it closes
                 assert endpoint.probe is not None
                 records = int(peer.here(np.asarray([endpoint.probe[0] + AREA_BYTES]))[0])
                 peer.meeting = self._engine.meet(Path(endpoint.address.rpartition("@")[0]), records)

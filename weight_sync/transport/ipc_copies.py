@@ -19,6 +19,11 @@ COPY_FROM = 1 << 18
 371 whatever their size."""
 CALL_BYTES = 1 << 28
 """Bytes of one call to the driver: 1 GB in a call, in copies of 1 MB, was 2% slower."""
+CALL_COPIES = 512
+"""Copies of one call at most: calls of 50,000 small ones are reported to crash the process (vLLM's issue 49276)."""
+NOT_FROM = 10
+"""Compute capability (major) from which on copy engines are not used by themselves: their batches are reported to crash on
+Blackwell (lmdeploy's pull request 4838, vLLM's issue 49276), and we have run none there."""
 AREA_BYTES = SENDERS * RECORD_BYTES
 
 
@@ -47,7 +52,7 @@ class CopyEngine:
             torch.cuda.synchronize(device)  # before another stream reads the numbers
 
     def prepare(self, to: NDArray[np.int64], from_: NDArray[np.int64], nbytes: NDArray[np.int64]) -> Any:
-        return self._ipc.CopyBatches(to.tolist(), from_.tolist(), nbytes.tolist(), CALL_BYTES)
+        return self._ipc.CopyBatches(to.tolist(), from_.tolist(), nbytes.tolist(), CALL_BYTES, CALL_COPIES)
 
     def meet(self, peer: Path, records: int) -> Meeting | None:
         """A record of ours at a peer, whose records lie from this address on; None where none is to be had or the driver has no
