@@ -67,7 +67,7 @@ def test_a_wrong_declaration_is_caught_by_the_witness_where_it_is_the_engines_an
     found = answers(case)
     mutation = MUTATIONS[case["mutation"]]
     if mutation.seen:
-        assert found["with witness"].startswith("BindError")
+        assert found["with witness"].startswith("WitnessError")
         assert "the declared layout is not what the engine's own loader does" in found["with witness"]
         assert mutation.wrong in found["with witness"]
     else:

@@ -23,6 +23,13 @@ from weight_sync.config import quant_yaml
 from weight_sync.quant.scheme import load_scheme
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plain_cpu(vllm_imported: None) -> None:
+    from weight_sync_integrations.vllm import cpu
+
+    cpu.apply()
+
+
 @pytest.fixture
 def no_kernels(vllm_imported: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has none for NVFP4. The layers are never run: only their parameters and loaders count here."""
