@@ -209,10 +209,16 @@ def test_a_worker_refuses_a_plan_for_other_shapes_before_anything_is_paused(engi
 def test_a_session_replaces_weights_under_a_running_request_and_stamps_the_version(
     server: Server, engine: VllmEngine, folders: list[Path], references: Any
 ) -> None:
-    long: list[tuple[list[int], list[tuple[str, int, int]]]] = []
-    other = VllmEngine(server.name, server.url, TOKEN)
-    request = threading.Thread(target=lambda: long.append(other.generate_stamped([1, 2, 3], 200, soon())))
-    request.start()
+    answers: list[tuple[list[int], list[tuple[str, int, int]]]] = []
+    other, enough = VllmEngine(server.name, server.url, TOKEN), threading.Event()
+
+    def ask() -> None:
+        """One request after another, so that one is under way when the engine is paused, however fast it is."""
+        while not enough.is_set():
+            answers.append(other.generate_stamped([1, 2, 3], 200, soon()))
+
+    requests = threading.Thread(target=ask)
+    requests.start()
 
     bindings = begun(engine, "first", 7)
     with pytest.raises(SessionError, match="while first is open"):
@@ -232,16 +238,17 @@ def test_a_session_replaces_weights_under_a_running_request_and_stamps_the_versi
     engine.resume(receipt, soon())
 
     assert generated(engine) == references[1]
-    request.join(60)
+    enough.set()
+    requests.join(60)
     other.close()
-    ((tokens, spans),) = long
-    assert len(tokens) == 200
-    if len(spans) > 1:  # else the request began after the pause, and all of it is new
-        (old, start, cut), (new, again, end) = spans
-        assert (old, start, cut) == ("default", 0, again)
-    else:
-        ((new, _, end),) = spans
-    assert (new, end) == ("7", 200)
+    versions: list[str] = []
+    for tokens, spans in answers:
+        assert len(tokens) == 200
+        assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans[:-1])], "every token has one version"
+        assert spans[-1][2] == 200
+        versions += [version for version, _, _ in spans]
+    assert versions == sorted(versions, key=["default", "7"].index), "an older version after a newer one"
+    assert versions[-1] == "7"
     assert engine.generate_stamped(PROMPTS[0], 2, soon())[1] == [("7", 0, 2)]
 
 
