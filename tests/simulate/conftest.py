@@ -11,6 +11,13 @@ from weight_sync.simulate import Cluster
 from weight_sync.simulate.cluster import parse_cluster
 from weight_sync.simulate.work import Round, Work
 
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1024, "vocab_size": 4096, "num_experts": 8,
+    "moe_intermediate_size": 256, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}  # fmt: skip
+"""Of the model that plans are made for."""
 PLAIN: dict[str, Any] = {
     "name": "plain", "description": "round numbers", "gpus_per_node": 2, "gpu_memory": 1e9,
     "local": {"rate": 100.0, "domain": 2}, "nic": {"per_node": 2, "rate": 10.0},

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import work_from
+from conftest import CONFIG, work_from
 
 from weight_sync.cli import main
 from weight_sync.config import engine_yaml, family_yaml, quant_yaml
@@ -36,12 +36,6 @@ from weight_sync.simulate.sources import first_holders
 from weight_sync.simulate.sync import run
 from weight_sync.simulate.work import Items, Work, work_of
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1024, "vocab_size": 4096, "num_experts": 8,
-    "moe_intermediate_size": 256, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}  # fmt: skip
 CLUSTERS = Path(__file__).parents[2] / "conf" / "weight_sync" / "cluster"
 EXACT = Options(verify=False, steps=10**6)
 

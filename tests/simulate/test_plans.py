@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conftest import CONFIG
 
 from weight_sync.cli import main
 from weight_sync.config import engine_yaml, family_yaml
@@ -27,12 +30,6 @@ from weight_sync.simulate.cluster import parse_cluster
 from weight_sync.simulate.sources import first_holders
 from weight_sync.simulate.work import work_of
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1024, "vocab_size": 4096, "num_experts": 8,
-    "moe_intermediate_size": 256, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}  # fmt: skip
 GPU = CostModel(3.7e-6, 48.5e9, 1e12)
 
 
