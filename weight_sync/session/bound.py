@@ -59,7 +59,7 @@ class Bound:
         self.batches = self._batches(self.rows[direct])
         # On the host a piece is digested while the cache holds it; a GPU digests whole transfers, many in one launch, but for
         # those that are computed: their bytes exist only as pieces.
-        self._whole = set[int]() if memory.device == "cpu" else set(self.rows[~direct & ~plan.computed[self.rows]].tolist())
+        self.whole = set[int]() if memory.device == "cpu" else set(self.rows[~direct & ~plan.computed[self.rows]].tolist())
         self._odd = {piece.row for round_ in pieces for piece in round_ if piece.nbytes % 8}
         memory.digests(digest)  # raises now, before anything is paused, if this memory has no such digest
         self._digests: Digests | None = None
@@ -166,8 +166,8 @@ class Bound:
 
     def digest_staged(self) -> None:
         """Digest the transfers that travel in pieces, where that is not done piece by piece."""
-        if self._whole:
-            self._digest_whole("staged", sorted(self._whole))
+        if self.whole:
+            self._digest_whole("staged", sorted(self.whole))
 
     def _digest_whole(self, group: object, rows: list[int]) -> None:
         if self._digests is not None:
@@ -177,7 +177,7 @@ class Bound:
         """Add pieces of transfers to their digests, if digests are wanted; pieces of a transfer come in row-major order."""
         if self._digests is None:
             return
-        mine, rows, first = flight.digested(self._whole)
+        mine, rows, first = flight.digested
         mine_only = views if len(mine) == len(views) else [views[i] for i in mine]
         self._digests.pieces((self._wave, group), rows, first, mine_only, self._odd)
 

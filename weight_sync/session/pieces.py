@@ -7,8 +7,8 @@ kernels when a plan is bound; a sync only runs them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class Flight:
 
     offsets: of each piece in the staging buffer, None where it is written from where it lies. first: byte of its transfer at
     which each piece begins. made: fills those that are made of weights. views: what is written of each piece, where that always
-    lies in the same place. digested(): which pieces are digested as pieces, their rows and first bytes.
+    lies in the same place. digested: which pieces are digested as pieces, their rows and first bytes.
     """
 
     pieces: tuple[Piece, ...]
@@ -42,14 +42,7 @@ class Flight:
     batch: Batch
     made: Prepared | None
     views: tuple[Any, ...] | None
-    _digested: list[tuple[list[int], list[int], list[int]]] = field(default_factory=list, init=False)
-
-    def digested(self, whole: Collection[int]) -> tuple[list[int], list[int], list[int]]:
-        """whole: rows that are not; always the same ones, so this is worked out once."""
-        if not self._digested:
-            mine = [i for i, piece in enumerate(self.pieces) if piece.row not in whole]
-            self._digested.append((mine, [self.pieces[i].row for i in mine], [self.first[i] for i in mine]))
-        return self._digested[0]
+    digested: tuple[list[int], list[int], list[int]]
 
 
 def flights(bound: Bound, pieces: Sequence[Piece], done: dict[int, int]) -> list[Flight]:
@@ -101,7 +94,9 @@ def flights(bound: Bound, pieces: Sequence[Piece], done: dict[int, int]) -> list
             views = tuple(
                 bound.stage.words(at, int(plan.itemsize[p.row]), p.shape) for p, at in zip(group, offsets, strict=True)
             )
-        result.append(Flight(tuple(group), tuple(offsets), tuple(first), batch, prepared, views))
+        mine = [i for i, piece in enumerate(group) if piece.row not in bound.whole]
+        digested = mine, [group[i].row for i in mine], [first[i] for i in mine]
+        result.append(Flight(tuple(group), tuple(offsets), tuple(first), batch, prepared, views, digested))
     return result
 
 
