@@ -147,9 +147,6 @@ class Gpu:
 
         self._current[-1].ask(run)
 
-    def launch_word(self, to: int, from_: int) -> None:
-        self._current[-1].ask(lambda: self.move(to, from_, 8))
-
     def open_handle(self, handle: str) -> int:
         self.opened.append(int(handle, 16))
         return self.opened[-1]
@@ -180,7 +177,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
                 made.batch()
                 made.later(*copy, stream)
 
-    kernels = SimpleNamespace(PER_PROGRAM=8192, launch_copy=made.launch_copy, launch_word=made.launch_word)
+    kernels = SimpleNamespace(PER_PROGRAM=8192, launch_copy=made.launch_copy)
     monkeypatch.setitem(sys.modules, "torch", made.torch())
     monkeypatch.setitem(sys.modules, "weight_sync.device.kernels", kernels)
     monkeypatch.setattr(weight_sync.device, "kernels", kernels, raising=False)

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,20 +20,7 @@ from hypothesis import strategies as st
 from weight_sync.transport import ipc_copies, ipc_records
 from weight_sync.transport.base import Batch, Boxes, Endpoint
 from weight_sync.transport.ipc_copies import long_ranges
-from weight_sync.transport.ipc_records import ROUND, SENDERS, Sender, drain, forget
-
-
-class Peer:
-    """The memory of a peer, and what is queued for it."""
-
-    def __init__(self) -> None:
-        self.epoch, self.issued, self.done, self.queued = True, 0, 0, 0
-
-    def records(self) -> list[tuple[int, int]]:
-        return [(self.issued, self.done)]
-
-    def say(self, number: int) -> None:
-        self.issued = number
+from weight_sync.transport.ipc_records import ROUND, SENDERS, Gate, Sender
 
 
 @pytest.fixture
@@ -41,65 +30,113 @@ def peer(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("epoch_goes", "looked"), list(combinations_with_replacement(range(6), 2)))
+@pytest.fixture
+def gate(peer: Path) -> Gate:
+    return Gate(peer)
+
+
+def sender_at(peer: Path) -> Sender:
+    sender = Sender.claim(peer)
+    assert sender is not None
+    return sender
+
+
+def done(*numbers: int) -> Callable[[], list[int]]:
+    return lambda: [*numbers, *[0] * (SENDERS - len(numbers))]
+
+
+def between_calls(monkeypatch: pytest.MonkeyPatch, look: Callable[[int], None]) -> None:
+    """look() before each call of the system that a sender makes, with its number; not before those made in look()."""
+    count, inside = [0], [False]
+
+    def before(call: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any) -> Any:
+            if not inside[0]:
+                inside[0] = True
+                look(count[0])
+                count[0] += 1
+                inside[0] = False
+            return call(*arguments)
+
+        return made
+
+    for module, name in ((ipc_records.fcntl, "flock"), (ipc_records.os, "pread"), (ipc_records.os, "pwrite")):
+        monkeypatch.setattr(module, name, before(getattr(module, name)))
+
+
+@pytest.mark.parametrize(("first", "again"), list(combinations_with_replacement(range(9), 2)))
 def test_whenever_the_peer_closes_it_either_waits_for_the_copies_or_they_are_never_queued(
-    peer: Path, epoch_goes: int, looked: int
+    peer: Path, gate: Gate, first: int, again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there, sender, drained = Peer(), Sender.claim(peer), list[bool]()
-    assert sender is not None
+    sender, at, queued, drained = sender_at(peer), [0], list[int](), list[bool]()
 
-    def between(step: int) -> None:
-        """What the peer does just before this step of the sender."""
-        if step == epoch_goes:
-            there.epoch = False
-        if step == looked:
-            drained.append(drain(peer, there.records, 0.0) is None)
-            assert not (drained[0] and there.queued)
+    def look(step: int) -> None:
+        """The peer closes, or looks again."""
+        if step in (first, again):
+            drained.append(gate.drain(done(at[0]), 0.0) is None)
+            assert not (drained[-1] and queued)
 
-    def say(number: int) -> None:
-        if number != before:
-            between(0)
-        there.say(number)
+    def queue(number: int) -> None:
+        look(5)
+        assert not any(drained), "queued after the peer had closed"
+        queued.append(number)
+        look(6)
 
-    def look() -> bool:
-        between(1)
-        found = there.epoch
-        between(2)
-        return found
-
-    before = sender.last
-    number = sender.issue(say, look)
-    if number:
-        between(3)
-        there.queued += 1
-        assert not (drained and drained[0]), "queued after the peer had closed"
-        between(4)
-        there.queued, there.done = 0, number
-    else:
-        assert not there.epoch
-        assert there.issued == there.done
-    between(5)
-    sender.close()
+    with monkeypatch.context() as patch:
+        between_calls(patch, look)  # lock, closed, issued, unlock: steps 0 to 3
+        was_queued = sender.issue(queue)
+    look(7)
+    assert was_queued == bool(queued)
+    at[0] = sender.last
+    queued.clear()
+    assert gate.drain(done(at[0]), 0.0) is None
+    assert not sender.issue(queue)
 
 
-def test_a_batch_that_was_refused_leaves_the_record_as_it_was(peer: Path) -> None:
-    there, sender = Peer(), Sender.claim(peer)
-    assert sender is not None
-    there.done = sender.issue(there.say, lambda: True)
-    there.epoch = False
-    assert sender.issue(there.say, lambda: there.epoch) == 0
-    assert (there.issued, there.done, sender.last) == (1, 1, 1)
+def test_a_batch_that_was_refused_leaves_the_record_as_it_was(peer: Path, gate: Gate) -> None:
+    sender = sender_at(peer)
+    assert sender.issue(lambda number: None)
+    assert gate.drain(done(1), 0.0) is None
+    assert not sender.issue(lambda number: None)
+    assert (gate.issued()[0], sender.last) == (1, 1)
 
 
-def test_numbers_begin_again_and_are_never_those_of_nothing(peer: Path) -> None:
-    there, sender = Peer(), Sender.claim(peer)
-    assert sender is not None
-    seen = [sender.issue(there.say, lambda: True) for _ in range(2 * ROUND)]
+def test_a_batch_of_which_only_some_may_be_queued_holds_the_peer_until_its_sender_says_what_is_done(
+    peer: Path, gate: Gate
+) -> None:
+    sender = sender_at(peer)
+
+    def fail(number: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with pytest.raises(OSError, match="Cannot allocate"):
+        sender.issue(fail)
+    assert gate.drain(done(0), 0.0) is not None
+    sender.say(0)
+    assert gate.drain(done(0), 0.0) is None
+
+
+def test_numbers_begin_again_and_are_never_those_of_nothing(peer: Path, gate: Gate) -> None:
+    seen = list[int]()
+    sender = sender_at(peer)
+    for _ in range(2 * ROUND):
+        sender.issue(seen.append)
     assert (min(seen), max(seen)) == (1, ROUND - 1)
     assert all(a != b for a, b in pairwise(seen))
 
 
-def test_no_two_senders_have_one_record_until_all_are_taken(peer: Path) -> None:
+def test_who_takes_a_record_over_counts_on(peer: Path, gate: Gate) -> None:
+    first = sender_at(peer)
+    first.issue(lambda number: None)
+    first.close()
+    second = sender_at(peer)
+    assert (second.at, second.last) == (first.at, 1)
+    second.issue(lambda number: None)
+    assert gate.drain(done(1), 0.0) is not None
+    assert gate.drain(done(2), 0.0) is None
+
+
+def test_no_two_senders_have_one_record_until_all_are_taken(peer: Path, gate: Gate) -> None:
     senders = [Sender.claim(peer) for _ in range(SENDERS)]
     assert [s.at for s in senders if s is not None] == list(range(SENDERS))
     assert Sender.claim(peer) is None
@@ -108,39 +145,48 @@ def test_no_two_senders_have_one_record_until_all_are_taken(peer: Path) -> None:
     again = Sender.claim(peer)
     assert again is not None
     assert again.at == 7
-    forget(peer)
+    for sender in senders:
+        if sender is not None and sender is not senders[7]:
+            sender.issue(lambda number: None)
+    assert gate.issued() == [int(at != 7) for at in range(SENDERS)]
+    gate.forget()
     assert list(peer.parent.iterdir()) == [peer]
 
 
-def test_at_a_peer_that_closed_no_record_is_taken_and_no_file_stays_behind(peer: Path) -> None:
+def test_at_a_peer_that_closed_no_record_is_taken_and_no_file_stays_behind(peer: Path, gate: Gate) -> None:
     peer.unlink()
-    forget(peer)
+    assert Sender.claim(peer) is None  # just after it began to close
+    gate.forget()
     assert Sender.claim(peer) is None
     assert not list(peer.parent.iterdir())
 
 
-def test_a_lock_file_of_another_user_holds_nobody_up_and_proves_nothing(peer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = Sender.claim(peer)
-    assert sender is not None
+def test_nobody_but_their_owner_may_open_the_files(peer: Path, gate: Gate) -> None:
+    sender_at(peer)
+    assert {path.stat().st_mode & 0o777 for path in peer.parent.iterdir() if path != peer} == {0o600}
+
+
+def test_a_lock_file_of_another_user_holds_nobody_up_and_proves_nothing(
+    peer: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender_at(peer).issue(lambda number: None)
 
     def refuse(*arguments: object, **named: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
         patch.setattr(ipc_records.os, "open", refuse)
-        assert drain(peer, lambda: [(1, 0)], 0.05) is not None
+        assert gate.drain(done(0), 0.05) is not None
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
-        forget(peer)
+        gate.forget()
 
 
-def test_copies_that_do_not_end_are_said_after_the_time_that_was_given(peer: Path) -> None:
-    sender = Sender.claim(peer)
-    assert sender is not None
-    reason = drain(peer, lambda: [(2, 1)], 0.05)
+def test_copies_that_do_not_end_are_said_after_the_time_that_was_given(peer: Path, gate: Gate) -> None:
+    sender_at(peer).issue(lambda number: None)
+    reason = gate.drain(done(0), 0.05)
     assert reason is not None
     assert "1 senders have copies queued" in reason
-    sender.close()
 
 
 HOLD = """
@@ -148,48 +194,55 @@ import sys, time
 from pathlib import Path
 from weight_sync.transport.ipc_records import Sender
 sender = Sender.claim(Path(sys.argv[1]))
-print(sender.at, flush=True)
+def queue(number):
+    print(number, flush=True)
+    INSIDE
+sender.issue(queue)
 time.sleep(60)
 """
 
 
+@pytest.mark.parametrize("inside", ["pass", "time.sleep(60)"], ids=["behind the gate", "inside it"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_dead_senders_copies_are_not_waited_for_and_a_stopped_ones_are(
-    peer: Path, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    peer: Path, gate: Gate, how: signal.Signals, inside: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ipc_records, "_DEAD_SECONDS", 0.2)
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(peer)], stdout=subprocess.PIPE, text=True) as process:
+    hold = HOLD.replace("INSIDE", inside)
+    with subprocess.Popen([sys.executable, "-c", hold, str(peer)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "0\n"
-        assert drain(peer, lambda: [(1, 0)], 0.3) is not None
+        assert process.stdout.readline() == "1\n"
+        reason = gate.drain(done(0), 0.3)
+        assert reason is not None
+        assert ("has not gone on" in reason) == (inside != "pass")
         os.kill(process.pid, how)
         begun = time.monotonic()
-        reason = drain(peer, lambda: [(1, 0)], 1.0 if how is signal.SIGSTOP else 30.0)
+        reason = gate.drain(done(0), 1.0 if how is signal.SIGSTOP else 30.0)
         process.kill()
     assert (reason is None) == (how is signal.SIGKILL)
     assert time.monotonic() - begun >= 0.2
 
 
-LET_GO = HOLD.replace("time.sleep", "import os; os.close(sender.descriptor); time.sleep")
+LET_GO = HOLD.replace("INSIDE", "pass").replace("time.sleep", "import os; os.close(sender.descriptor); time.sleep")
 """Its lock goes first, as where it is killed and has much else to close."""
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["seen", "in another container"])
 def test_a_sender_whose_lock_is_gone_counts_as_alive_as_long_as_its_process_may_have_device_files_to_close(
-    peer: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+    peer: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
     monkeypatch.setattr(ipc_records, "_DEAD_SECONDS", 0.0)
     monkeypatch.setattr(ipc_records, "_UNSEEN_SECONDS", 0.5)
     hold = LET_GO if seen else LET_GO.replace("import sys", "import os; os.readlink = lambda path: 'pid:[1]'; import sys", 1)
     with subprocess.Popen([sys.executable, "-c", hold, str(peer)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "0\n"
+        assert process.stdout.readline() == "1\n"
         time.sleep(0.2)
-        assert drain(peer, lambda: [(1, 0)], 0.3) is not None
+        assert gate.drain(done(0), 0.3) is not None
         if seen:
             process.kill()  # and not waited for: it is a zombie when it is looked at
         begun = time.monotonic()
-        assert drain(peer, lambda: [(1, 0)], 30.0) is None
+        assert gate.drain(done(0), 30.0) is None
         assert seen or time.monotonic() - begun >= 0.5
         process.kill()
 

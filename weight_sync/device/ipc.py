@@ -80,34 +80,62 @@ def copy_later(to: int, from_: int, nbytes: int, stream: Any) -> None:
     )
 
 
+_BATCHES_SINCE = 12080
+"""Version of CUDA (12.8) whose cuMemcpyBatchAsync is called: newer drivers keep it beside their own."""
+
+
 class CopyBatches:
-    """Copies that are queued again and again, in calls of some of them: addresses are turned into the driver's types once.
+    """Copies that are queued again and again, in calls of some of them, whose arrays are made once.
 
     Copies of one call follow what the stream was given before, and are in no order among themselves. A call of many costs what
-    its bytes cost on the wire, where each copy queued by itself costs microseconds beyond (benchmarks/gpu_notes.md).
+    its bytes cost on the wire, where each copy queued by itself costs microseconds beyond. cuda-bindings has the same call over
+    lists, which it turns into arrays each time: 1.6 us of the host for each copy (benchmarks/gpu_notes.md).
     """
 
     def __init__(self, to: Sequence[int], from_: Sequence[int], nbytes: Sequence[int], most: int, count: int) -> None:
-        """most, count: bytes and copies of a call."""
+        """most, count: bytes and copies of a call. Raises BindError where the driver has no batches of copies."""
         cuda = _cuda()
-        self._calls: list[tuple[list[Any], list[Any], list[int]]] = []
-        used = most
-        for target, source, size in zip(to, from_, nbytes, strict=True):
-            if used + size > most or len(self._calls[-1][0]) == count:
-                self._calls.append(([], [], []))
-                used = 0
-            targets, sources, sizes = self._calls[-1]
-            targets.append(cuda.CUdeviceptr(target))
-            sources.append(cuda.CUdeviceptr(source))
-            sizes.append(size)
-            used += size
+        self._call = _batch_call(cuda)
         self._attributes = cuda.CUmemcpyAttributes()
         self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._first = ctypes.c_size_t(0)  # of the copies that these attributes are for
+        self._failed = ctypes.c_size_t(0)
+        self._calls: list[tuple[Any, Any, Any, int]] = []
+        for group in _groups(nbytes, most, count):
+            targets, sources = ((ctypes.c_uint64 * len(group))(*(side[i] for i in group)) for side in (to, from_))
+            sizes = (ctypes.c_size_t * len(group))(*(nbytes[i] for i in group))
+            self._calls.append((targets, sources, sizes, len(group)))
 
     def queue(self, stream: Any) -> None:
         """In the order of a torch stream, which must not be the default one."""
-        cuda = _cuda()
-        there = cuda.CUstream(stream.cuda_stream)
-        for targets, sources, sizes in self._calls:
-            code = cuda.cuMemcpyBatchAsync(targets, sources, sizes, len(sizes), [self._attributes], [0], 1, there)
-            _checked(f"queueing a batch of {len(sizes)} copies", code[:1])
+        attributes, first, failed = int(self._attributes.getPtr()), ctypes.byref(self._first), ctypes.byref(self._failed)
+        for targets, sources, sizes, count in self._calls:
+            code = self._call(targets, sources, sizes, count, attributes, first, 1, failed, stream.cuda_stream)
+            if code:
+                raise BindError(f"queueing a batch of {count} copies: {_cuda().CUresult(code).name} ({code})")
+
+
+def _batch_call(cuda: Any) -> Any:
+    """cuMemcpyBatchAsync as a function of C: arrays of targets, sources and sizes, their length, attributes, to which copies
+    each belongs, how many there are, where to say which copy failed, stream."""
+    address, said = _checked(
+        "the driver's batches of copies (CUDA 12.8)", cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", _BATCHES_SINCE, 0)
+    )
+    if not int(address):
+        raise BindError(f"the driver has no batches of copies, which came with CUDA 12.8 ({said})")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+    return kind(int(address))
+
+
+def _groups(nbytes: Sequence[int], most: int, count: int) -> list[list[int]]:
+    """Numbers of the copies of each call, in order."""
+    groups: list[list[int]] = []
+    used = most
+    for i, size in enumerate(nbytes):
+        if used + size > most or len(groups[-1]) == count:
+            groups.append([])
+            used = 0
+        groups[-1].append(i)
+        used += size
+    return groups

@@ -155,15 +155,3 @@ def launch_copy(
         source, target, *blocks, count, at, epoch, missed,
         WORD=_WORD[size], SIZE=size, BLOCK=2 * BLOCK, LOOPS=LOOPS // 2, FENCED=fence is not None, num_warps=8,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["to", "from_"])  # not a kernel for each alignment
-def word_kernel(to, from_):
-    """One word of 8 bytes from an address to another: device memory, a peer's, or pinned memory of the host."""
-    value = tl.load(from_.to(tl.pointer_type(tl.int64)), volatile=True)
-    tl.store(to.to(tl.pointer_type(tl.int64)), value)
-
-
-def launch_word(to: int, from_: int) -> None:
-    """Not by a copy engine, where it would queue behind gigabytes."""
-    word_kernel[(1,)](to, from_, num_warps=1)  # pyright: ignore[reportIndexIssue]

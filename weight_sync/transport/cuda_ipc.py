@@ -5,8 +5,8 @@ a short run costs what a long one does. The peer takes no part. What a peer regi
 memory (mode 0600: only the same user finds it) with the handles of its allocations.
 
 The fence is on the device: every thread block of a launch first reads the peer's epoch from the peer's memory and copies
-nothing when it is gone. Queued copies cannot; who queues them says so in the peer's memory (ipc_records), and the peer's
-close() returns when none is left.
+nothing when it is gone. Queued copies cannot; who queues them says so where the peer looks when it closes (ipc_records), so
+that close() returns when none is left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weight_sync.ids import Deadline
 from weight_sync.transport.base import Batch, Completion, Endpoint, Region, Ticket
 from weight_sync.transport.ipc_copies import AREA_BYTES as RECORDS_BYTES
 from weight_sync.transport.ipc_copies import NOT_FROM, CopyEngine, Meeting, long_ranges
-from weight_sync.transport.ipc_records import SENDERS, drain, forget
+from weight_sync.transport.ipc_records import PROTOCOL, Gate
 from weight_sync.transport.probe_area import AREA_BYTES, SCRATCH_OFFSET, new_epoch, pack_header, prove
 from weight_sync.transport.regions import (
     RegionTable,
@@ -55,39 +55,51 @@ _NONCE = secrets.token_hex(16)
 _EPOCH_AT = 8
 """Byte of the epoch in the probe area's header (probe_area.HEADER)."""
 _AREAS: list[Any] = []
-"""Of all transports of this process, also those that closed (74 KB each): a peer that does not know yet writes what it is about
-to do into it before it looks whether the epoch is there, and that must not be memory of others."""
+"""Of all transports of this process, also those that closed (72 KB each): a peer that does not know yet looks for the epoch
+there, and one that probes may write its nonce just after; that must not be memory of others."""
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
     """regions: what it had registered when probed. shift: to add to its addresses, by allocation. opened: mapped here.
 
-    meeting: our record in its memory, with which copy engines may be used; None: the kernel does all.
+    epoch_at: where its epoch is mapped. meeting: our record there, with which copy engines may be used; None: the kernel does
+    all.
     """
 
     regions: RegionTable
     bases: Any
     shifts: Any
     opened: list[int]
+    epoch_at: int
     meeting: Meeting | None = None
 
     def here(self, remote: Any) -> Any:
         """Addresses of the peer as addresses of this process."""
-        return remote + self.shifts[np.searchsorted(self.bases, remote, side="right") - 1]
+        return _mapped(self.bases, self.shifts, remote)
+
+
+def _mapped(bases: Any, shifts: Any, remote: Any) -> Any:
+    """Addresses of a peer's allocations, which begin at `bases`, as addresses of this process."""
+    return remote + shifts[np.searchsorted(bases, remote, side="right") - 1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A batch as the device takes it. kernel: tables of here and there, blocks, bytes of a word. copies: of long ranges."""
+    """A batch as the device takes it. kernel: tables of here and there, blocks, bytes of a word. copies: of long ranges.
+
+    missed: counts thread blocks that found the peer's epoch gone. One that did not end well is the last of its transport, so it
+    is never set back.
+    """
 
     kernel: tuple[Any, Any, Any, int] | None
     copies: Any
+    missed: Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """missed: counts thread blocks that found the peer's epoch gone. refused: it was gone before copies were queued."""
+    """missed: see _Prepared; None where no kernel was asked for. refused: the peer had closed before copies were queued."""
 
     batch: Batch
     events: tuple[Any, ...]
@@ -134,7 +146,7 @@ class CudaIpcTransport:
             _AREAS.append(self._area)
             # Above the caller's kernels: else its blocks wait for those of a kernel that fills the next staging buffer.
             self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._engine = CopyEngine(torch, ipc, kernels, self._device)
+        self._engine = CopyEngine(torch, ipc, self._device)
         new = torch.cuda.get_device_capability(self._device)[0] >= NOT_FROM
         self._copies = not new if copy_engines is None else copy_engines
         self._put(self._area.data_ptr(), pack_header(self._epoch))
@@ -142,6 +154,7 @@ class CudaIpcTransport:
         descriptor, name = tempfile.mkstemp(prefix="weight_sync-ipc-", dir=folder)
         os.close(descriptor)
         self._file = Path(name)
+        self._gate = Gate(self._file)
         self._publish()
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -180,11 +193,8 @@ class CudaIpcTransport:
             prove(endpoint, read, write)
             if endpoint in self._peers:
                 self._close_peer(self._peers.pop(endpoint))
-            if (
-                self._copies and content.get("senders") == SENDERS
-            ):  # else it is of another version, and does not look at them when it closes
-                assert endpoint.probe is not None
-                records = int(peer.here(np.asarray([endpoint.probe[0] + AREA_BYTES]))[0])
+            if self._copies and content.get("records") == PROTOCOL:  # else it is of another version, and waits for none
+                records = peer.epoch_at - _EPOCH_AT + AREA_BYTES
                 peer.meeting = self._engine.meet(Path(endpoint.address.rpartition("@")[0]), records)
         except BaseException:
             self._close_peer(peer)
@@ -220,7 +230,7 @@ class CudaIpcTransport:
                     raise failed_range(batch, 0, reason, "deadline")
                 time.sleep(_POLL_SECONDS)
             if flight.refused:
-                raise failed_range(batch, 0, "the peer closed: its epoch was gone before copies were queued", "closed peer")
+                raise failed_range(batch, 0, "the peer closed before copies were queued", "closed peer")
             if flight.missed is not None and (programs := int(flight.missed.item())):
                 raise failed_range(batch, 0, f"the peer closed: {programs} thread blocks found its epoch gone", "closed peer")
         except TransportError as error:
@@ -245,11 +255,11 @@ class CudaIpcTransport:
             self._engine.stream.synchronize()
         except RuntimeError as error:
             raise failed_peer(f"cuda_ipc {self._file.name}", f"CUDA reports: {error}; end this process", "cuda") from error
+        if reason := self._gate.drain(self._done, _DRAIN_SECONDS):
+            raise failed_peer(f"cuda_ipc {self._file.name}", f"{reason}; end this process", "not drained")
         if len(self._regions):
-            if reason := drain(self._file, self._records, _DRAIN_SECONDS):
-                raise failed_peer(f"cuda_ipc {self._file.name}", f"{reason}; end this process", "not drained")
             time.sleep(_SETTLE_SECONDS)
-        forget(self._file)
+        self._gate.forget()
         for peer in self._peers.values():
             self._close_peer(peer)
         self._peers.clear()
@@ -263,31 +273,29 @@ class CudaIpcTransport:
         peer = self._peers[batch.endpoint]
         made = self._made(batch, peer, reads)
         caller = self._torch.cuda.current_stream(self._device)
-        # What the caller's stream still does to the local bytes comes first.
-        before = {self._torch.cuda.default_stream(self._device), caller}
-        assert batch.endpoint.probe is not None
-        epoch_at = int(peer.here(np.asarray([batch.endpoint.probe[0] + _EPOCH_AT]))[0])
         events, missed, refused = [], None, False
         try:
             with self._torch.cuda.device(self._device):
+                # What the caller's stream still does to the local bytes comes first.
+                before = [stream.record_event() for stream in {self._torch.cuda.default_stream(self._device), caller}]
                 if made.copies is not None:
                     assert peer.meeting is not None
-                    for stream in before:
-                        self._engine.stream.wait_stream(stream)
-                    refused = not self._engine.queue(peer.meeting, made.copies, epoch_at, batch.endpoint.epoch)
+                    for event in before:
+                        self._engine.stream.wait_event(event)
+                    refused = not self._engine.queue(peer.meeting, made.copies)
                     events.append(self._engine.stream.record_event())
                 if made.kernel is not None:
                     local, remote, blocks, word = made.kernel
+                    missed = made.missed
                     with self._torch.cuda.stream(self._stream):
-                        for stream in before:
-                            self._stream.wait_stream(stream)
-                        missed = self._torch.zeros(1, dtype=self._torch.int64, device=self._device)
+                        for event in before:
+                            self._stream.wait_event(event)
                         source, target = (remote, local) if reads else (local, remote)
-                        self._kernels.launch_copy(source, target, blocks, word, (epoch_at, batch.endpoint.epoch, missed))
+                        self._kernels.launch_copy(source, target, blocks, word, (peer.epoch_at, batch.endpoint.epoch, missed))
                         events.append(self._stream.record_event())
         except BaseException as error:
             self._unusable = f"a batch could not be queued: {error}"  # as a whole; some of it may be under way
-            if isinstance(error, (BindError, RuntimeError)):
+            if isinstance(error, (BindError, RuntimeError, OSError)):
                 raise failed_range(batch, 0, f"cannot be queued: {error}", "cuda") from error
             raise
         ticket = Ticket(next(self._tickets), batch)
@@ -314,7 +322,10 @@ class CudaIpcTransport:
         long = long_ranges(batch) if peer.meeting is not None and not reads else np.zeros(len(batch.nbytes), np.bool_)
         copies = self._engine.prepare(mapped[long], batch.local[long], batch.nbytes[long]) if long.any() else None
         rest = np.flatnonzero(~long)
-        return _Prepared(self._tables(batch, mapped, rest) if len(rest) else None, copies)
+        if not len(rest):
+            return _Prepared(None, copies, None)
+        missed = self._torch.zeros(1, dtype=self._torch.int64, device=self._device)
+        return _Prepared(self._tables(batch, mapped, rest), copies, missed)
 
     def _tables(self, batch: Batch, mapped: Any, rest: Any) -> tuple[Any, Any, Any, int]:
         """Entries `rest` of the batch, whose remote addresses are `mapped` here."""
@@ -332,9 +343,10 @@ class CudaIpcTransport:
         other, _ = there.on(self._device, self._kernels.PER_PROGRAM)
         return made, other, blocks, here.word
 
-    def _records(self) -> list[tuple[int, int]]:
+    def _done(self) -> list[int]:
         raw = self._get(self._area.data_ptr() + AREA_BYTES, RECORDS_BYTES)
-        return [(int(issued), int(done)) for issued, done in np.frombuffer(raw, np.int64).reshape(-1, 2)]
+        done: list[int] = np.frombuffer(raw, np.int64).tolist()
+        return done
 
     def _export(self, address: int, nbytes: int) -> None:
         """Handles for every allocation that [address, address + nbytes) touches: a torch storage lies in one."""
@@ -349,7 +361,7 @@ class CudaIpcTransport:
         content = {
             "process": self._process,
             "epoch": self._epoch,
-            "senders": SENDERS,
+            "records": PROTOCOL,
             "allocations": [[base, size, handle] for base, (size, handle) in sorted(self._exported.items())],
             "regions": [[r.address, r.nbytes] for r in self._regions.regions],
         }
@@ -386,7 +398,10 @@ class CudaIpcTransport:
                 bases.append(base)
                 shifts.append(here - base)
         regions = RegionTable.published([(a, n) for a, n in content["regions"]])
-        return _Peer(regions, np.asarray(bases, np.int64), np.asarray(shifts, np.int64), opened)
+        both = np.asarray(bases, np.int64), np.asarray(shifts, np.int64)
+        assert endpoint.probe is not None
+        epoch_at = int(_mapped(*both, np.asarray([endpoint.probe[0] + _EPOCH_AT]))[0])
+        return _Peer(regions, *both, opened, epoch_at)
 
     def _close_peer(self, peer: _Peer) -> None:
         with self._torch.cuda.device(self._device):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,10 @@ def long_ranges(batch: Batch) -> NDArray[np.bool_]:
 class CopyEngine:
     """A transport's queue of copies, on a stream of its own, and its words with its peers. One per transport."""
 
-    def __init__(self, torch: Any, ipc: Any, kernels: Any, device: Any) -> None:
-        self._torch, self._ipc, self._kernels, self._device = torch, ipc, kernels, device
+    def __init__(self, torch: Any, ipc: Any, device: Any) -> None:
+        self._torch, self._ipc, self._device = torch, ipc, device
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream(device, priority=-1)
-            self._control = torch.cuda.Stream(device, priority=-1)
-            self._word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             self._numbers = torch.arange(ROUND, dtype=torch.int64, device=device)
             torch.cuda.synchronize(device)  # before another stream reads the numbers
 
@@ -60,59 +59,50 @@ class CopyEngine:
         sender = Sender.claim(peer)
         if sender is None:
             return None
-        at = records + RECORD_BYTES * sender.at
-        meeting = Meeting(sender, at)
+        meeting = Meeting(sender, records + RECORD_BYTES * sender.at)
         with self._torch.cuda.device(self._device):
-            sender.last = self._get(at)  # of who had it before
-            number = sender.issue(lambda n: self._put(at, n), lambda: True)
-            try:
-                # Also proves that the driver has such batches, and that both numbers can be written.
-                self.prepare(*(np.asarray([a], np.int64) for a in (at + 8, at, 8))).queue(self.stream)
+            # Also proves that the driver has such batches. Bindings before 12.8 have no attributes for them, a driver before it
+            # has none (BindError).
+            with suppress(AttributeError, BindError):
+                issued = sender.issue(lambda number: self._prepared_word(meeting.at, number).queue(self.stream))
                 self.stream.synchronize()
-                if self._get(at + 8) == number:
-                    sender.owed = False
+                if issued and self._done(meeting) == sender.last:
                     return meeting
-            # Bindings before 12.8; a driver before it (bindings say RuntimeError); other arguments in bindings to come.
-            except (AttributeError, BindError, RuntimeError, TypeError):
-                pass
             self.part(meeting)
         return None
 
-    def queue(self, meeting: Meeting, copies: Any, epoch_at: int, epoch: int) -> bool:
-        """Queue copies unless the peer's epoch is gone. The caller has made `stream` wait for what comes before."""
-        number = meeting.sender.issue(lambda n: self._put(meeting.at, n), lambda: self._get(epoch_at) == epoch)
-        if number:
+    def queue(self, meeting: Meeting, copies: Any) -> bool:
+        """Queue copies unless the peer has closed. The caller has made `stream` wait for what comes before."""
+
+        def queue(number: int) -> None:
             if number % (ROUND // 2) == 1:  # else issued could come round to a done that is many batches old
                 self.stream.synchronize()
             copies.queue(self.stream)
-            self._ipc.copy_later(meeting.at + 8, self._numbers.data_ptr() + 8 * number, 8, self.stream)
-            meeting.sender.owed = False
-        return bool(number)
+            self._ipc.copy_later(meeting.at, self._number(number), RECORD_BYTES, self.stream)
+
+        return meeting.sender.issue(queue)
 
     def part(self, meeting: Meeting) -> None:
         self.stream.synchronize()
-        if meeting.sender.owed:  # something failed half way; now nothing is queued any more, and the peer need not wait for it
-            for address in (meeting.at + 8, meeting.at):
-                self._put(address, meeting.sender.last)
+        # Where something failed half way, issued was said and done never comes to it. Now nothing is queued any more.
+        if (done := self._done(meeting)) != meeting.sender.last:
+            meeting.sender.say(done)
         meeting.sender.close()
 
-    def _put(self, address: int, value: int) -> None:
-        """Returns when it stands there."""
-        self._word[0] = value
-        self._move(address, self._word.data_ptr())
+    def _prepared_word(self, to: int, number: int) -> Any:
+        return self.prepare(*(np.asarray([a], np.int64) for a in (to, self._number(number), RECORD_BYTES)))
 
-    def _get(self, address: int) -> int:
-        self._move(self._word.data_ptr(), address)
-        return int(self._word[0])
+    def _number(self, number: int) -> int:
+        return int(self._numbers.data_ptr()) + RECORD_BYTES * number
 
-    def _move(self, to: int, from_: int) -> None:
-        with self._torch.cuda.stream(self._control):
-            self._kernels.launch_word(to, from_)
-        self._control.synchronize()
+    def _done(self, meeting: Meeting) -> int:
+        here = self._torch.zeros(1, dtype=self._torch.int64)
+        self._ipc.copy(here.data_ptr(), meeting.at, RECORD_BYTES, self._device)
+        return int(here[0])
 
 
 class Meeting:
-    """Our record at one peer. at: its address here."""
+    """Our record at one peer. at: address here of its done."""
 
     def __init__(self, sender: Sender, at: int) -> None:
         self.sender, self.at = sender, at
