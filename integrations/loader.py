@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weight_sync.errors import BindError, VerifyError, listed
+from weight_sync.session.copies import Bytes, Differing, differing, duplicates
 from weight_sync_integrations.inventory import Found, Inventory
 from weight_sync_integrations.recorder import Recording
 
@@ -130,19 +131,39 @@ class Fed:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """A tensor's bytes in host memory, in the order of `dims`, and what it was."""
+
+    raw: Bytes
+    shape: torch.Size
+    dtype: torch.dtype
+    dims: list[int]
+
+    def unlike(self, now: torch.Tensor) -> str | None:
+        """Why its bytes are not those of the same elements of a tensor, or None."""
+        if now.shape != self.shape or now.dtype != self.dtype:
+            return f"was {self.dtype} {list(self.shape)}, is {now.dtype} {list(now.shape)}"
+        if _dims(now) != self.dims:
+            return f"its dims, from the longest stride to the shortest, were {self.dims}, are {_dims(now)}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """Copies, in host memory, of all tensors that a load must bring back (by name), and whose they are."""
 
-    copies: dict[str, torch.Tensor]
+    copies: dict[str, Copied]
     where: str
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], where: str) -> Held:
-        return cls({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}, where)
+        copies = duplicates(_raw(tensor) for tensor in tensors.values())
+        made = zip(tensors.items(), copies, strict=True)
+        return cls({name: Copied(copy, tensor.shape, tensor.dtype, _dims(tensor)) for (name, tensor), copy in made}, where)
 
     @property
     def nbytes(self) -> int:
-        return sum(copy.nbytes for copy in self.copies.values())
+        return sum(copy.raw.nbytes for copy in self.copies.values())
 
     def scramble(self, live: Mapping[str, torch.Tensor]) -> int:
         """Invert every byte of the live tensors, in place, and prove that all have changed. Returns how many."""
@@ -152,7 +173,8 @@ class Held:
                 if tensor.numel():
                     _bytes(tensor).bitwise_not_()
                     nbytes += tensor.nbytes
-        same = [name for name, t in live.items() if t.numel() and bool((_bytes(t.cpu()) == _bytes(self.copies[name])).any())]
+        found = self._differing({name: tensor for name, tensor in live.items() if tensor.numel()})
+        same = [name for name, differ in found.items() if differ.count < self.copies[name].raw.nbytes]
         if same:
             raise VerifyError(f"{self.where}: {listed(same)} has bytes that are as they were after all were inverted")
         return nbytes
@@ -160,16 +182,19 @@ class Held:
     def compare(self, live: Mapping[str, torch.Tensor]) -> None:
         """Raise VerifyError unless the same names hold the same bytes."""
         wrong = [f"{name} is {'gone' if name in self.copies else 'new'}" for name in sorted(self.copies.keys() ^ live.keys())]
-        for name, copy in self.copies.items():
-            now = live.get(name)
-            if now is None:
-                continue
-            if now.shape != copy.shape or now.dtype != copy.dtype:
-                wrong.append(f"{name}: was {copy.dtype} {list(copy.shape)}, is {now.dtype} {list(now.shape)}")
-            elif copy.numel() and (count := int((_bytes(now.detach().cpu()) != _bytes(copy)).sum())):
-                wrong.append(f"{name}: {count} of {copy.nbytes} bytes differ")
+        unlike = {name: copy.unlike(live[name]) for name, copy in self.copies.items() if name in live}
+        found = self._differing({name: live[name] for name, reason in unlike.items() if reason is None})
+        for name, reason in unlike.items():
+            if reason is not None:
+                wrong.append(f"{name}: {reason}")
+            elif count := found[name].count:
+                wrong.append(f"{name}: {count} of {self.copies[name].raw.nbytes} bytes differ")
         if wrong:
             raise VerifyError(f"{self.where}: {len(wrong)} of {len(self.copies)} tensors are not as they were: {listed(wrong)}")
+
+    def _differing(self, live: Mapping[str, torch.Tensor]) -> dict[str, Differing]:
+        copies = [self.copies[name].raw for name in live]
+        return dict(zip(live, differing(copies, (_raw(tensor) for tensor in live.values())), strict=True))
 
 
 class SecondLoad:
@@ -211,12 +236,26 @@ class SecondLoad:
         return {found.name: found.tensor.detach() for found in self._find() if found.name not in state}
 
 
+def _raw(tensor: torch.Tensor) -> Any:
+    """_bytes() as weight_sync.session.copies takes them."""
+    raw = _bytes(tensor)
+    return raw.numpy() if raw.device.type == "cpu" else raw
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor that is dense in memory, in memory order; of any other, of a copy."""
     if not tensor.is_contiguous():
-        order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
-        tensor = tensor.permute(order)
+        order = _dims(tensor)
+        tensor = tensor.permute(order + [dim for dim in range(tensor.dim()) if dim not in order])
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _dims(tensor: torch.Tensor) -> list[int]:
+    """Its dims of more than one element, from the longest stride to the shortest; none where it has no elements."""
+    if not tensor.numel():
+        return []
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
+    return [dim for dim in order if tensor.shape[dim] != 1]
 
 
 class Reads(TorchDispatchMode):

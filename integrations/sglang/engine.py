@@ -37,7 +37,8 @@ from weight_sync_integrations.inventory import DraftPolicy
 from weight_sync_integrations.sglang.client import Http, Workers
 from weight_sync_integrations.sglang.launch import WorkerAddress
 
-_POLL = 0.02
+_POLL = 0.002
+"""Seconds between two looks at whether schedulers have paused or gone on: they take a few milliseconds, and requests wait."""
 
 
 class SglangEngine:

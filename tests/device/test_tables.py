@@ -87,6 +87,22 @@ def test_blocks_cover_every_word_once(sizes: list[int], words: int) -> None:
     assert sorted(covered) == [(i, k) for i, size in enumerate(sizes) for k in range(size)]
 
 
+@given(st.lists(boxes(), min_size=1, max_size=6), st.sampled_from([1, 7, 64]))
+def test_plain_rows_are_runs_of_aligned_16_bytes_and_with_all_others_they_are_all_blocks(
+    given_boxes: list[Box], words: int
+) -> None:
+    tables = Tables(given_boxes)
+    for row, plain in enumerate(tables.plain.tolist()):
+        at = _row_bytes(tables, row)
+        pairs = [at[i : i + 16] for i in range(0, len(at), 16)]
+        assert plain == (at == list(range(at[0], at[0] + len(at))) and all(p[0] % 16 == 0 and len(p) == 16 for p in pairs))
+    apart = [
+        set(zip(*map(np.ndarray.tolist, tables.blocks(words, rows)), strict=True)) for rows in (tables.plain, ~tables.plain)
+    ]
+    assert not apart[0] & apart[1]
+    assert apart[0] | apart[1] == set(zip(*map(np.ndarray.tolist, tables.blocks(words)), strict=True))
+
+
 def test_a_box_too_large_for_one_launch_is_refused() -> None:
     with pytest.raises(ValueError, match="cut it"):
         Tables([(4096, 1, (1,), (prod((2, 2**33)),))], 1)

@@ -339,7 +339,7 @@ def test_a_snapshot_that_shares_memory_with_the_weights_is_refused(monkeypatch: 
     world.sync.connect()
     memory = world.target_agents[0]._memory
     assert memory is not None
-    monkeypatch.setattr(snapshot, "duplicate", lambda raw: raw)
+    monkeypatch.setattr(snapshot, "duplicates", list)
     with pytest.raises(VerifyError, match="shares memory with live weights"):
         Snapshot(memory)
 

@@ -31,8 +31,11 @@ def boxes(count):
             yield shape, strides, start
 
 views = [memory.as_strided(*box) for box in boxes(10)]
+# Of more words than a program takes: aligned to 16 bytes, beginning or ending between two such words, a single word.
+views += [memory[start:end] for start, end in ((0, 80000), (8, 80012), (4, 80004), (16, 20))]
 tables = Tables([(v.data_ptr(), 2, v.stride(), v.shape) for v in views], 8)
-sums = kernels.launch_digest(*tables.on("cpu", kernels.PER_PROGRAM)).numpy().view(np.uint64)
+assert tables.plain[-4:].tolist() == [True, False, False, False]
+sums = kernels.launch_digest(*tables.in_two("cpu", kernels.PER_PROGRAM)).numpy().view(np.uint64)
 for i, view in enumerate(views):
     naive = Lanes()
     naive.update(view.contiguous().numpy().tobytes())

@@ -112,17 +112,24 @@ class CopyBatches:
         for targets, sources, sizes, count in self._calls:
             code = self._call(targets, sources, sizes, count, attributes, first, 1, failed, stream.cuda_stream)
             if code:
-                raise BindError(f"queueing a batch of {count} copies: {_cuda().CUresult(code).name} ({code})")
+                raise BindError(f"queueing a batch of {count} copies: {_name(code)} ({code})")
+
+
+def _name(code: int) -> str:
+    try:
+        return str(_cuda().CUresult(code).name)
+    except ValueError:  # newer than these bindings
+        return "CUDA error"
 
 
 def _batch_call(cuda: Any) -> Any:
     """cuMemcpyBatchAsync as a function of C: arrays of targets, sources and sizes, their length, attributes, to which copies
     each belongs, how many there are, where to say which copy failed, stream."""
-    address, said = _checked(
-        "the driver's batches of copies (CUDA 12.8)", cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", _BATCHES_SINCE, 0)
-    )
-    if not int(address):
-        raise BindError(f"the driver has no batches of copies, which came with CUDA 12.8 ({said})")
+    code, address, *said = cuda.cuGetProcAddress(
+        b"cuMemcpyBatchAsync", _BATCHES_SINCE, 0
+    )  # bindings of CUDA 11 say nothing more
+    if int(code) != 0 or not int(address or 0):
+        raise BindError(f"the driver has no batches of copies, which came with CUDA 12.8 ({_name(int(code))} {said})")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
     return kind(int(address))

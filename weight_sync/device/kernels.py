@@ -89,6 +89,35 @@ def digest_kernel(
 
 
 @triton.jit
+def digest_plain_kernel(
+    table, block_region, block_first, sums, GOLDEN: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr,
+    BLOCK: tl.constexpr, LOOPS: tl.constexpr,
+):  # fmt: skip
+    """As digest_kernel, of plain regions (Tables.plain), all of whose words are asked for, 16 bytes at a time, before any is
+    hashed."""
+    program = tl.program_id(0)
+    region = tl.load(block_region + program).to(tl.int64)
+    first = tl.load(block_first + program)
+    row = table + region * 7
+    total = tl.multiple_of(tl.load(row + 5), 2)
+    k = first + (tl.arange(0, LOOPS) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+    k = tl.max_contiguous(tl.multiple_of(k, (1, 16)), (1, 16))
+    inside = k < total
+    pointer = tl.load(row).to(tl.pointer_type(tl.int64)) + k
+    pointer = tl.max_contiguous(tl.multiple_of(pointer, (1, 16)), (1, 16))
+    x = tl.load(pointer, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    position = tl.load(row + 6)
+    x = x + (k + position + 1).to(tl.uint64, bitcast=True) * tl.full([LOOPS, BLOCK], GOLDEN, tl.uint64)
+    x = x ^ (x >> 33)
+    x = x * tl.full([LOOPS, BLOCK], MIX_1, tl.uint64)
+    x = x ^ (x >> 33)
+    x = x * tl.full([LOOPS, BLOCK], MIX_2, tl.uint64)
+    x = x ^ (x >> 33)
+    x = tl.where(inside, x, tl.zeros([LOOPS, BLOCK], tl.uint64))
+    tl.atomic_add(sums + region, tl.sum(tl.sum(x.to(tl.int64, bitcast=True), 1), 0))
+
+
+@triton.jit
 def copy_kernel(
     source, target, block_region, block_first, count, fence, epoch, missed,
     WORD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, FENCED: tl.constexpr,
@@ -124,13 +153,19 @@ def copy_kernel(
             tl.store((t_base + t_offset).to(tl.pointer_type(WORD)), value, mask=inside)
 
 
-def launch_digest(table: torch.Tensor, blocks: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Sum of the h_i of every region: int64 [regions] on the device, not yet finished (lanes.finish)."""
+def launch_digest(
+    table: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor], others: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Sum of the h_i of every region: int64 [regions] on the device, not yet finished (lanes.finish).
+
+    plain, others: blocks, as Tables.in_two() has them.
+    """
     sums = torch.zeros(len(table), dtype=torch.int64, device=table.device)
-    if len(blocks[0]):
-        digest_kernel[(len(blocks[0]),)](  # pyright: ignore[reportIndexIssue]
-            table, *blocks, sums, GOLDEN=GOLDEN, MIX_1=MIX_1, MIX_2=MIX_2, BLOCK=BLOCK, LOOPS=LOOPS
-        )  # fmt: skip
+    for kernel, blocks in ((digest_plain_kernel, plain), (digest_kernel, others)):
+        if len(blocks[0]):
+            kernel[(len(blocks[0]),)](  # pyright: ignore[reportIndexIssue]
+                table, *blocks, sums, GOLDEN=GOLDEN, MIX_1=MIX_1, MIX_2=MIX_2, BLOCK=BLOCK, LOOPS=LOOPS
+            )  # fmt: skip
     return sums
 
 

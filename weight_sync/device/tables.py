@@ -129,9 +129,15 @@ class Tables:
         tables.owner = np.arange(len(total))
         return tables
 
-    def blocks(self, words: int) -> tuple[NDArray[np.int32], Ints]:
-        """(row, first word) of every program, each of which works on up to `words` words."""
-        total = self.table[:, 5]
+    @property
+    def plain(self) -> NDArray[np.bool_]:
+        """Which rows are contiguous and made of whole aligned 16 bytes, which a thread can load at once."""
+        base, run, total = (self.table[:, i] for i in (0, 1, 5))
+        return np.asarray((run == total) & (base % 16 == 0) & (total * self.word % 16 == 0))
+
+    def blocks(self, words: int, rows: NDArray[np.bool_] | None = None) -> tuple[NDArray[np.int32], Ints]:
+        """(row, first word) of every program, each of which works on up to `words` words. rows: only of these."""
+        total = self.table[:, 5] if rows is None else self.table[:, 5] * rows
         count = -(-total // words)
         row = np.repeat(np.arange(len(total)), count)
         first = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)) * words
@@ -139,8 +145,19 @@ class Tables:
 
     def on(self, device: Any, words: int) -> tuple[Any, tuple[Any, Any]]:
         """The table and its blocks as tensors on a device."""
+        return self._there(device), self.blocks_on(device, words)
+
+    def in_two(self, device: Any, words: int) -> tuple[Any, tuple[Any, Any], tuple[Any, Any]]:
+        """As on(), with the blocks of plain rows and of all others apart."""
+        return self._there(device), self.blocks_on(device, words, self.plain), self.blocks_on(device, words, ~self.plain)
+
+    def blocks_on(self, device: Any, words: int, rows: NDArray[np.bool_] | None = None) -> tuple[Any, Any]:
         import torch  # pyright: ignore[reportMissingImports] - only where there is device memory
 
-        row, first = self.blocks(words)
-        table = torch.from_numpy(self.table).to(device)
-        return table, (torch.from_numpy(row).to(device), torch.from_numpy(first).to(device))
+        row, first = self.blocks(words, rows)
+        return torch.from_numpy(row).to(device), torch.from_numpy(first).to(device)
+
+    def _there(self, device: Any) -> Any:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        return torch.from_numpy(self.table).to(device)

@@ -28,32 +28,12 @@ def to_host(view: Any) -> Any:
     return view if on_host(view) else view.cpu().numpy()
 
 
-def duplicate(raw: Any) -> Any:
-    """A copy of raw bytes in host memory, wherever they are: a GPU has no room for a second set of weights."""
-    return raw.copy() if on_host(raw) else raw.cpu().numpy()
-
-
 def equal(a: Any, b: Any) -> bool:
     if on_host(a):
         return bool(np.array_equal(a, b))
     import torch  # pyright: ignore[reportMissingImports] - a view on a GPU is a torch tensor
 
     return bool(torch.equal(a, b))
-
-
-def first_difference(copy: Any, live: Any) -> int | None:
-    """Index of the first byte in which live bytes differ from a host copy; None when they do not."""
-    for low in range(0, len(copy), PIECE):
-        here, there = copy[low : low + PIECE], to_host(live[low : low + PIECE])
-        if not np.array_equal(here, there):
-            return low + int(np.argmax(here != there))
-    return None
-
-
-def differences(copy: Any, live: Any) -> int:
-    """How many live bytes differ from a host copy."""
-    pieces = range(0, len(copy), PIECE)
-    return sum(int((copy[low : low + PIECE] != to_host(live[low : low + PIECE])).sum()) for low in pieces)
 
 
 def invert(view: Any) -> None:

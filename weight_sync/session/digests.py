@@ -117,13 +117,13 @@ class DeviceDigests:
             tables = Tables([boxes[i] for i in even], 8)
             nbytes = np.asarray([all_views[i].numel() * all_views[i].element_size() for i in even], np.uint64)
             strange = [(i, all_views[i]) for i in odd]  # not made of whole aligned words: in practice a few bytes
-            launch = tables.on(self._device, kernels.PER_PROGRAM)
+            launch = tables.in_two(self._device, kernels.PER_PROGRAM)
             self._kept[group] = strange, even, (list(keys), [keys[i] for i in even]), tables.owner, nbytes, launch
         strange, even, known, owner, nbytes, launch = self._kept[group]
-        for i, view in strange:
-            self._host.add(keys[i], to_host(view))
         with torch.cuda.device(self._device):  # hex() waits for this device's stream, whichever the thread's current device is
             sums = kernels.launch_digest(*launch)
+        for i, view in strange:
+            self._host.add(keys[i], to_host(view))
         self._begun.append((group, _members(keys, known, even), owner, nbytes, sums))
 
     def pieces(
@@ -141,7 +141,7 @@ class DeviceDigests:
             sizes = np.asarray([views[i].numel() * views[i].element_size() for i in even], np.int64)
             tables = Tables.of_ranges(np.asarray([views[i].data_ptr() for i in even], np.int64), sizes, 8)
             tables.table[:, 6] = np.asarray([first[i] // 8 for i in even], np.int64)
-            launch = tables.on(self._device, kernels.PER_PROGRAM)
+            launch = tables.in_two(self._device, kernels.PER_PROGRAM)
             self._kept[group] = (
                 strange,
                 even,
@@ -151,10 +151,10 @@ class DeviceDigests:
                 launch,
             )
         strange, even, known, owner, nbytes, launch = self._kept[group]
-        for i in strange:
-            self._host.add(keys[i], to_host(views[i]))
         with torch.cuda.device(self._device):
             sums = kernels.launch_digest(*launch)
+        for i in strange:
+            self._host.add(keys[i], to_host(views[i]))
         self._begun.append((group, _members(keys, known, even), owner, nbytes, sums))
 
     def text(self, keys: Sequence[Any]) -> str:

@@ -6,6 +6,7 @@ Works on the parameters' raw bytes, so it knows no dtype and no layout but the r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any
 
@@ -16,7 +17,8 @@ from weight_sync.errors import BindError, SessionError, VerifyError, listed
 from weight_sync.ids import ITEMSIZE
 from weight_sync.layout.table import Ints
 from weight_sync.plan.runs import expand_runs
-from weight_sync.session.arrays import differences, duplicate, first_difference, invert, to_host
+from weight_sync.session.arrays import invert, to_host
+from weight_sync.session.copies import THREADS, Bytes, Differing, differing, duplicates
 from weight_sync.session.digests import kind_for
 from weight_sync.session.memory import Memory
 
@@ -28,12 +30,13 @@ class Snapshot:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._copies = {p.name: duplicate(memory.raw(p.name)) for p in memory.params}
+        names = [p.name for p in memory.params]
+        self._copies = dict(zip(names, duplicates(map(memory.raw, names)), strict=True))
         self._not_aliased()
         # Of the copies, not of the live bytes: it says later whether somebody wrote into the snapshot.
-        self._digests = {name: xxhash.xxh3_64_intdigest(copy.data) for name, copy in self._copies.items()}
-        for name, copy in self._copies.items():
-            if first_difference(copy, memory.raw(name)) is not None:
+        self._digests = _digests(self._copies)
+        for name, found in self.differing().items():
+            if found.count:
                 raise VerifyError(f"{memory.where}: {name} changed while it was copied: the engine is not quiet")
 
     @property
@@ -48,25 +51,29 @@ class Snapshot:
                 if low < storage.address + storage.nbytes and storage.address < low + copy.nbytes:
                     raise VerifyError(f"{self._memory.where}: the snapshot of {name} shares memory with live weights")
 
+    def differing(self) -> dict[str, Differing]:
+        """In what each live parameter differs from its copy now."""
+        live = map(self._memory.raw, self._copies)
+        return dict(zip(self._copies, differing(list(self._copies.values()), live), strict=True))
+
     def compare(self, table: Mapping[str, Any]) -> int:
         """Compare every live byte, covered by the plan or not. Returns the bytes compared.
 
         Raises VerifyError naming parameter, HF tensor and the first byte that differs.
         """
         where = self._memory.where
-        for name, copy in self._copies.items():
-            if xxhash.xxh3_64_intdigest(copy.data) != self._digests[name]:
+        digests = _digests(self._copies)
+        for name in self._copies:
+            if digests[name] != self._digests[name]:
                 raise VerifyError(f"{where}: the snapshot of {name} was written to: nothing can be compared with it")
         wrong: list[str] = []
-        for name, copy in self._copies.items():
-            live = self._memory.raw(name)
-            at = first_difference(copy, live)
-            if at is not None:
-                count = differences(copy, live)
+        for name, found in self.differing().items():
+            if (at := found.first) is not None:
+                copy, live = self._copies[name], self._memory.raw(name)
                 size = ITEMSIZE[self._memory.param(name).dtype]
                 wrong.append(
-                    f"{name} ({_hf_tensor(table, name, at // size)}): {count} of {copy.nbytes} bytes differ, first byte {at}: "
-                    f"was {int(copy[at]):#04x}, is {int(to_host(live[at : at + 1])[0]):#04x}"
+                    f"{name} ({_hf_tensor(table, name, at // size)}): {found.count} of {copy.nbytes} bytes differ, "
+                    f"first byte {at}: was {int(copy[at]):#04x}, is {int(to_host(live[at : at + 1])[0]):#04x}"
                 )
         if wrong:
             raise VerifyError(f"{where}: {len(wrong)} of {len(self._copies)} parameters are not as they were: "
@@ -83,7 +90,7 @@ def scramble(memory: Memory, table: Mapping[str, Any], snapshot: Snapshot | None
         view = memory.view(name, start, strides, shape)
         invert(view)
         nbytes += view.nbytes
-    changed = sum(differences(copy, memory.raw(name)) for name, copy in snapshot._copies.items())
+    changed = sum(found.count for found in snapshot.differing().values())
     if changed != nbytes:
         raise VerifyError(
             f"{memory.where}: the plan covers {nbytes} bytes, {changed} differ after they were all inverted: "
@@ -139,6 +146,13 @@ class Untouched:
         digests = self._memory.digests(kind_for([self._memory.device]))
         digests.whole("untouched", names, lambda: views)
         return dict(zip(names, digests.hex(names), strict=True))
+
+
+def _digests(copies: Mapping[str, Bytes]) -> dict[str, int]:
+    shares = [list(copies)[i::THREADS] for i in range(THREADS)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        done = pool.map(lambda names: [(name, xxhash.xxh3_64_intdigest(copies[name].data)) for name in names], shares)
+        return dict(pair for pairs in done for pair in pairs)
 
 
 def _regions(table: Mapping[str, Any]) -> Any:

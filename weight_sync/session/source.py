@@ -305,15 +305,16 @@ class SourceAgent:
         digests = bound.finished_digests() if last else None
         if round_ == 0:
             writes += sum(len(batch.nbytes) for _, batch in bound.batches)
+        made = None
+        if last and bound.quantiser is not None:
+            bound.quantiser.check_outgrown()  # all is made, the last bytes are on the wire
+            made = bound.quantiser.stats()
         for ticket in tickets:
             moved += transport.wait(ticket, deadline).nbytes
         self._writing = False
-        if last and bound.quantiser is not None:
-            bound.quantiser.check_outgrown()
         spans.append(self._span("write", begin, wall, moved))
         # Which request this answers goes with it: an old reply taken for a new one would prove old bytes.
         answers = {"session": payload["session"], "round": round_, "wave": wave}
-        made = bound.quantiser.stats() if last and bound.quantiser is not None else None
         return answers | {"bytes": moved, "writes": writes, "spans": spans, "digests": digests, "made": made and made.to_json()}
 
     def _quiet(self, method: str, payload: Mapping[str, Any]) -> Bound:

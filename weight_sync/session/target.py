@@ -42,7 +42,7 @@ from weight_sync.errors import BindError, SessionError, VerifyError, listed
 from weight_sync.ids import Deadline
 from weight_sync.session.contracts import RankDescription
 from weight_sync.session.delta_target import patch
-from weight_sync.session.digests import XXH3
+from weight_sync.session.digests import XXH3, Digests
 from weight_sync.session.gate import Gate
 from weight_sync.session.memory import Memory, memory_of
 from weight_sync.session.placing import Loader, Placing
@@ -281,7 +281,8 @@ class TargetAgent:
         wave = int(payload["wave"])
         reply = self._placing.feed(wave)
         memory.settle()  # a GPU may still be at it, and the next wave is written where this one lies
-        if self._told and self._digests(memory, table, self._rows(table, wave), wave) != self._told:
+        rows = self._rows(table, wave)
+        if self._told and self._digested(memory, table, rows, wave).text(rows) != self._told:
             raise VerifyError(
                 f"rollout rank {self.rank}: bytes of wave {wave} have changed while the engine's own loader read them: it may "
                 "have taken others than were verified"
@@ -295,13 +296,13 @@ class TargetAgent:
         places = table["loader"]["places"]
         return [i for i, name in enumerate(table["params"]) if places[name][0] == wave]
 
-    def _digests(self, memory: Memory, table: Mapping[str, Any], rows: Sequence[int], wave: int) -> str:
+    def _digested(self, memory: Memory, table: Mapping[str, Any], rows: Sequence[int], wave: int) -> Digests:
         """Of the live destination bytes."""
         columns = (table["params"], table["start"], table["strides"], table["shape"])
         digests = memory.digests(_kind(table))
         # Where digests look is kept by this name: waves lie in the same memory, in other places.
         digests.whole(("transfers", wave), rows, lambda: [memory.view(*(column[i] for column in columns)) for i in rows])
-        return digests.text(rows)
+        return digests
 
     def _take_snapshot(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, _ = self._in_session(payload)
@@ -339,10 +340,12 @@ class TargetAgent:
         if not payload.get("digests", True):
             return {"digests": ""}
         assert self._untouched is not None
+        rows = self._rows(table, wave)
+        digests = self._digested(memory, table, rows, wave)  # a GPU goes on with it
         after = self._untouched.digests()
         if changed := [name for name, value in self._before.items() if after[name] != value]:
             raise VerifyError(f"rollout rank {self.rank}: bytes that no transfer writes have changed: {listed(changed)}")
-        self._told = self._digests(memory, table, self._rows(table, wave), wave)
+        self._told = digests.text(rows)
         return {"digests": self._told}
 
     def _end(self, payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from weight_sync.ids import Deadline
 from weight_sync.transport.base import Batch, Completion, Endpoint, Region, Ticket
 from weight_sync.transport.ipc_copies import AREA_BYTES as RECORDS_BYTES
 from weight_sync.transport.ipc_copies import NOT_FROM, CopyEngine, Meeting, long_ranges
-from weight_sync.transport.ipc_records import PROTOCOL, Gate
+from weight_sync.transport.ipc_records import PROTOCOL, SENDERS, Gate
 from weight_sync.transport.probe_area import AREA_BYTES, SCRATCH_OFFSET, new_epoch, pack_header, prove
 from weight_sync.transport.regions import (
     RegionTable,
@@ -57,6 +57,8 @@ _EPOCH_AT = 8
 _AREAS: list[Any] = []
 """Of all transports of this process, also those that closed (72 KB each): a peer that does not know yet looks for the epoch
 there, and one that probes may write its nonce just after; that must not be memory of others."""
+_RECORDS = [PROTOCOL, SENDERS, AREA_BYTES]
+"""Published: a peer's records and where done lies behind its probe area, as this version of the library has them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +79,14 @@ class _Peer:
     def here(self, remote: Any) -> Any:
         """Addresses of the peer as addresses of this process."""
         return _mapped(self.bases, self.shifts, remote)
+
+
+def _said(error: BaseException) -> str:
+    return f"the gate's file: {error}" if isinstance(error, OSError) else f"CUDA reports: {error}"
+
+
+def _code(error: BaseException) -> str:
+    return "gate" if isinstance(error, OSError) else "cuda"
 
 
 def _mapped(bases: Any, shifts: Any, remote: Any) -> Any:
@@ -193,7 +203,7 @@ class CudaIpcTransport:
             prove(endpoint, read, write)
             if endpoint in self._peers:
                 self._close_peer(self._peers.pop(endpoint))
-            if self._copies and content.get("records") == PROTOCOL:  # else it is of another version, and waits for none
+            if self._copies and content.get("records") == _RECORDS:  # else it is of another version, and waits for none
                 records = peer.epoch_at - _EPOCH_AT + AREA_BYTES
                 peer.meeting = self._engine.meet(Path(endpoint.address.rpartition("@")[0]), records)
         except BaseException:
@@ -245,26 +255,34 @@ class CudaIpcTransport:
     def close(self) -> None:
         """Takes this side's epoch off the device, waits for what this side launched and for copies that peers had queued for
         its memory, and unmaps its peers."""
-        if self._unusable == "closed":
-            raise failed_peer(f"cuda_ipc {self._file.name}", "the transport is closed", "closed")
+        if self._unusable == "closed" or os.getpid() != self._pid:
+            check_usable(self._here, self._unusable, self._pid)
         self._unusable = "closed"
-        self._file.unlink(missing_ok=True)
         try:
+            self._gate.shut()  # before anything that may fail
+            self._file.unlink(missing_ok=True)
             self._put(self._area.data_ptr(), bytes(len(pack_header(0))))
             self._stream.synchronize()
             self._engine.stream.synchronize()
-        except RuntimeError as error:
-            raise failed_peer(f"cuda_ipc {self._file.name}", f"CUDA reports: {error}; end this process", "cuda") from error
-        if reason := self._gate.drain(self._done, _DRAIN_SECONDS):
-            raise failed_peer(f"cuda_ipc {self._file.name}", f"{reason}; end this process", "not drained")
+            reason = self._gate.drain(self._done, _DRAIN_SECONDS)
+        except (RuntimeError, BindError, OSError) as error:
+            raise failed_peer(self._here, f"{_said(error)}; end this process", _code(error)) from error
+        if reason:
+            raise failed_peer(self._here, f"{reason}; end this process", "not drained")
         if len(self._regions):
             time.sleep(_SETTLE_SECONDS)
         self._gate.forget()
+        failed: list[Exception] = []
         for peer in self._peers.values():
-            self._close_peer(peer)
+            try:
+                self._close_peer(peer)
+            except (RuntimeError, BindError, OSError) as error:
+                failed.append(error)
         self._peers.clear()
         self._prepared.clear()
         self._flights.clear()
+        if failed:
+            raise failed_peer(self._here, f"{_said(failed[0])}; end this process", _code(failed[0])) from failed[0]
 
     def _start(self, batch: Batch, *, reads: bool) -> Ticket:
         self._check_usable()
@@ -280,9 +298,7 @@ class CudaIpcTransport:
                 before = [stream.record_event() for stream in {self._torch.cuda.default_stream(self._device), caller}]
                 if made.copies is not None:
                     assert peer.meeting is not None
-                    for event in before:
-                        self._engine.stream.wait_event(event)
-                    refused = not self._engine.queue(peer.meeting, made.copies)
+                    refused = not self._engine.queue(peer.meeting, made.copies, before)
                     events.append(self._engine.stream.record_event())
                 if made.kernel is not None:
                     local, remote, blocks, word = made.kernel
@@ -296,7 +312,7 @@ class CudaIpcTransport:
         except BaseException as error:
             self._unusable = f"a batch could not be queued: {error}"  # as a whole; some of it may be under way
             if isinstance(error, (BindError, RuntimeError, OSError)):
-                raise failed_range(batch, 0, f"cannot be queued: {error}", "cuda") from error
+                raise failed_range(batch, 0, f"cannot be queued: {error}", _code(error)) from error
             raise
         ticket = Ticket(next(self._tickets), batch)
         self._flights[ticket.id] = _Flight(batch, tuple(events), missed, refused, time.monotonic())
@@ -361,7 +377,7 @@ class CudaIpcTransport:
         content = {
             "process": self._process,
             "epoch": self._epoch,
-            "records": PROTOCOL,
+            "records": _RECORDS,
             "allocations": [[base, size, handle] for base, (size, handle) in sorted(self._exported.items())],
             "regions": [[r.address, r.nbytes] for r in self._regions.regions],
         }
@@ -388,6 +404,9 @@ class CudaIpcTransport:
         return content
 
     def _open(self, endpoint: Endpoint, content: dict[str, Any]) -> _Peer:
+        if endpoint.probe is None:
+            raise failed_peer(endpoint, "the endpoint names no probe area", "no probe area")
+        regions = RegionTable.published([(a, n) for a, n in content["regions"]])
         bases, shifts, opened = [], [], []
         with self._torch.cuda.device(self._device):
             for base, _, handle in content["allocations"]:
@@ -397,9 +416,7 @@ class CudaIpcTransport:
                     opened.append(here)
                 bases.append(base)
                 shifts.append(here - base)
-        regions = RegionTable.published([(a, n) for a, n in content["regions"]])
         both = np.asarray(bases, np.int64), np.asarray(shifts, np.int64)
-        assert endpoint.probe is not None
         epoch_at = int(_mapped(*both, np.asarray([endpoint.probe[0] + _EPOCH_AT]))[0])
         return _Peer(regions, *both, opened, epoch_at)
 
@@ -424,5 +441,9 @@ class CudaIpcTransport:
     def _move(self, to: int, from_: int, nbytes: int) -> None:
         self._ipc.copy(to, from_, nbytes, self._device)
 
+    @property
+    def _here(self) -> str:
+        return f"cuda_ipc {self._file.name}"
+
     def _check_usable(self) -> None:
-        check_usable(f"cuda_ipc {self._file.name}", self._unusable, self._pid)
+        check_usable(self._here, self._unusable, self._pid)

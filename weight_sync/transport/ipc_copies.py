@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,33 +61,41 @@ class CopyEngine:
             return None
         meeting = Meeting(sender, records + RECORD_BYTES * sender.at)
         with self._torch.cuda.device(self._device):
-            # Also proves that the driver has such batches. Bindings before 12.8 have no attributes for them, a driver before it
-            # has none (BindError).
-            with suppress(AttributeError, BindError):
+            try:
+                # Also proves that the driver has such batches.
                 issued = sender.issue(lambda number: self._prepared_word(meeting.at, number).queue(self.stream))
                 self.stream.synchronize()
                 if issued and self._done(meeting) == sender.last:
                     return meeting
+                sender.owed = issued
+            except (AttributeError, TypeError, BindError, OSError):  # other bindings, an older driver, no more locks
+                pass
+            except BaseException:
+                self.part(meeting)
+                raise
             self.part(meeting)
         return None
 
-    def queue(self, meeting: Meeting, copies: Any) -> bool:
-        """Queue copies unless the peer has closed. The caller has made `stream` wait for what comes before."""
+    def queue(self, meeting: Meeting, copies: Any, before: Sequence[Any]) -> bool:
+        """Queue copies behind these events, unless the peer has closed."""
+        if meeting.sender.next % (ROUND // 2) == 1:  # else issued could come round to a done that is many batches old
+            self.stream.synchronize()
+        for event in before:
+            self.stream.wait_event(event)
 
         def queue(number: int) -> None:
-            if number % (ROUND // 2) == 1:  # else issued could come round to a done that is many batches old
-                self.stream.synchronize()
             copies.queue(self.stream)
             self._ipc.copy_later(meeting.at, self._number(number), RECORD_BYTES, self.stream)
 
         return meeting.sender.issue(queue)
 
     def part(self, meeting: Meeting) -> None:
+        """Where this fails, the record stays ours until this process ends."""
+        sender = meeting.sender
         self.stream.synchronize()
-        # Where something failed half way, issued was said and done never comes to it. Now nothing is queued any more.
-        if (done := self._done(meeting)) != meeting.sender.last:
-            meeting.sender.say(done)
-        meeting.sender.close()
+        if sender.owed:  # something failed half way. Now nothing is queued any more, and the peer need not wait for it
+            sender.say(self._done(meeting))
+        sender.close()
 
     def _prepared_word(self, to: int, number: int) -> Any:
         return self.prepare(*(np.asarray([a], np.int64) for a in (to, self._number(number), RECORD_BYTES)))

@@ -3,11 +3,12 @@
 A kernel reads the peer's epoch before every block. A copy engine does not, and a queued copy runs whatever became of the
 process that queued it. So a sender says what it queues, and where a peer that closes finds it:
 
-    sender, inside the peer's gate: closed? then nothing is queued. Else: issued = n, queue copies, and behind them done = n
+    sender, inside the peer's gate: issued = n; closed? then that is taken back. Else: queue copies, and behind them done = n
     peer:   closed; wait until nobody is inside the gate; for every record: wait until done is issued
 
 The gate is a lock that the kernel keeps (flock), which senders share and the peer takes alone: who was inside before it has
-said what it queued, and who comes after it finds that it closed.
+said what it queued, and who comes after it finds that it closed. Where a lock is not shared (kernels of several guests over one
+file) each still writes before it reads what the other wrote.
 
 issued and closed stand in a file of the peer, done in the peer's device memory, where the sender's GPU writes it in the order
 of its stream, also when the sender itself is stopped. That memory is never used for anything else, also after its owner closed.
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROTOCOL = 2
-"""Of this file: a peer of another one is not written to by copy engines."""
+"""Of these records: a peer with others is not written to by copy engines."""
 SENDERS = 256
 RECORD_BYTES = 8
 """Of done, in device memory."""
@@ -55,15 +56,19 @@ class Gate:
         """peer: the file that the peer publishes."""
         self._peer = peer
         self._descriptor = os.open(_gate(peer), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._descriptor, _WORD.size * (1 + SENDERS))
+        os.pwrite(self._descriptor, bytes(_WORD.size * (1 + SENDERS)), 0)  # now, while it is no harm that there is no space
+
+    def shut(self) -> None:
+        """From now on nothing is queued by who comes to the gate. Also where something else fails before drain()."""
+        os.pwrite(self._descriptor, _WORD.pack(1), 0)
 
     def drain(self, done: Callable[[], list[int]], seconds: float) -> str | None:
-        """Close, and wait until nothing is queued for this memory. None, or why that cannot be said.
+        """Shut, and wait until nothing is queued for this memory. None, or why that cannot be said.
 
         done: of every record, as it stands now in device memory.
         """
         end, dead = time.monotonic() + seconds, dict[int, float]()
-        os.pwrite(self._descriptor, _WORD.pack(1), 0)
+        self.shut()
         while not _locked(self._descriptor, fcntl.LOCK_EX):
             if time.monotonic() > end:
                 return f"a sender that may queue copies for this memory has not gone on since {seconds:g} s"
@@ -97,13 +102,15 @@ class Gate:
 
 @dataclass(slots=True)
 class Sender:
-    """A sender's record at one peer. at: number of the record. last: what it issued last."""
+    """A sender's record at one peer. at: number of the record. last: what it issued last. owed: issued was said, and nothing may
+    be queued that makes done equal to it."""
 
     at: int
     path: Path
     descriptor: int
     gate: int
     last: int = 0
+    owed: bool = False
 
     @classmethod
     def claim(cls, peer: Path) -> Sender | None:
@@ -126,10 +133,10 @@ class Sender:
                 break
             sender = cls(at, path, descriptor, gate)
             with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                mine = _locked(descriptor, fcntl.LOCK_EX)  # else a peer that closes looks at who had it before
                 os.write(descriptor, _this_process().encode())
                 (sender.last,) = _WORD.unpack(os.pread(gate, _WORD.size, sender._place))
-                if peer.exists():  # else it may have removed all such files before this one came
+                if mine and peer.exists():  # else it may have removed all such files before this one came
                     return sender
             sender.close()
             return None
@@ -146,17 +153,24 @@ class Sender:
         queue: is given the number that is to be done behind them. What it raises is passed on; then issued stays as it was
         said, for some of it may be queued.
         """
-        if not _locked(self.gate, fcntl.LOCK_SH):  # the peer has it for itself, which it takes only to close
-            return False
+        before = self.last
         try:
-            if _WORD.unpack(os.pread(self.gate, _WORD.size, 0)) != (0,):
-                return False
-            self.last = self.last % (ROUND - 1) + 1
+            inside = _locked(self.gate, fcntl.LOCK_SH)  # else the peer has it for itself, which it takes only to close
+            self.last, self.owed = self.next, True
             self.say(self.last)
+            if not inside or _WORD.unpack(os.pread(self.gate, _WORD.size, 0)) != (0,):
+                self.say(before)
+                self.last, self.owed = before, False
+                return False
             queue(self.last)
+            self.owed = False
             return True
         finally:
             fcntl.flock(self.gate, fcntl.LOCK_UN)
+
+    @property
+    def next(self) -> int:
+        return self.last % (ROUND - 1) + 1
 
     def say(self, number: int) -> None:
         """issued. Outside issue(): what done is, once nothing is queued any more."""
