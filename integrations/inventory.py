@@ -21,8 +21,10 @@ from __future__ import annotations
 import functools
 import types
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import Enum, auto
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -77,7 +79,7 @@ class Entry:
     why: str
 
 
-def find(models: Iterable[tuple[str, torch.nn.Module]], packages: Sequence[str], skip: frozenset[str]) -> Iterator[Found]:
+def find(models: Iterable[tuple[str, torch.nn.Module]], packages: Sequence[str], skip: frozenset[str]) -> list[Found]:
     """Every tensor with elements that can be reached from the models: parameters, buffers, and plain attributes.
 
     Attributes are followed through containers, functions and objects of `packages` (top-level names), except objects of
@@ -86,16 +88,37 @@ def find(models: Iterable[tuple[str, torch.nn.Module]], packages: Sequence[str],
     """
     walk = _Walk(tuple(packages), skip)
     for role, model in models:
-        yield from walk.model(role, model)
+        walk.model(role, model)
+    return walk.found
+
+
+class _How(Enum):
+    """What is behind a value, by its class."""
+
+    NOTHING = auto()
+    TENSOR = auto()
+    MODULE = auto()
+    MAPPING = auto()
+    SEQUENCE = auto()
+    PARTIAL = auto()
+    METHOD = auto()
+    FUNCTION = auto()
+    OBJECT = auto()
 
 
 class _Walk:
+    """Engines stand still while it walks: a model of 48 layers holds 30,000 values, nearly all of them numbers and names."""
+
     def __init__(self, packages: tuple[str, ...], skip: frozenset[str]) -> None:
         self._packages, self._skip = packages, skip
         self._modules: set[int] = set()
         self._seen: dict[int, Any] = {}  # holds what it has seen: the id of an object that is gone may come again
+        self._how: dict[type, _How] = {}
+        self._nothing: set[type] = set()  # nor may what is of these classes stand for something of another
+        self._slots: dict[type, list[str]] = {}
+        self.found: list[Found] = []
 
-    def model(self, role: str, model: torch.nn.Module, at: str = "") -> Iterator[Found]:
+    def model(self, role: str, model: torch.nn.Module, at: str = "") -> None:
         prefix = ("" if role == "target" else f"{role}.") + at
         # All modules first: one that is reached through an attribute, too, has its place in the tree.
         # Not skipping modules of an earlier model: what a draft shares with its target is listed under both names.
@@ -105,63 +128,102 @@ class _Walk:
             dot = f"{path}." if path else ""
             for leaf, tensor in module._parameters.items():
                 if tensor is not None and tensor.numel():
-                    yield Found(dot + leaf, role, module, leaf, "parameter", tensor)
+                    self.found.append(Found(dot + leaf, role, module, leaf, "parameter", tensor))
             for leaf, tensor in module._buffers.items():
                 if tensor is not None and tensor.numel():
                     kind: Kind = "scratch buffer" if leaf in module._non_persistent_buffers_set else "buffer"
-                    yield Found(dot + leaf, role, module, leaf, kind, tensor)
-            for leaf, value in vars(module).items():
-                if leaf not in ("_parameters", "_buffers", "_modules"):
-                    yield from self._value(value, leaf, role, dot, module, 0)
+                    self.found.append(Found(dot + leaf, role, module, leaf, kind, tensor))
+            for leaf, value in list(vars(module).items()):
+                if not self._empty(value) and leaf not in ("_parameters", "_buffers", "_modules"):
+                    self._value(value, leaf, role, dot, module, 0)
 
-    def _value(self, value: Any, leaf: str, role: str, dot: str, module: torch.nn.Module, depth: int) -> Iterator[Found]:
-        import torch
-
-        if isinstance(value, torch.Tensor):
+    def _value(self, value: Any, leaf: str, role: str, dot: str, module: torch.nn.Module, depth: int) -> None:
+        how = self._how.get(type(value)) or self._classed(type(value))
+        if how is _How.NOTHING:
+            if type(value) is value.__class__:
+                return
+            how = self._how.get(value.__class__) or self._classed(value.__class__)  # stands for an object of another class
+            if how is _How.NOTHING:
+                return
+        if how is _How.TENSOR:
             if value.numel():
-                yield Found(dot + leaf, role, module, leaf, "attribute", value)
+                self.found.append(Found(dot + leaf, role, module, leaf, "attribute", value))
             return
-        if value is None or isinstance(value, int | float | str | bytes | type | types.ModuleType) or id(value) in self._seen:
+        if id(value) in self._seen:
             return
-        if isinstance(value, torch.nn.Module):
+        if how is _How.MODULE:
             if id(value) not in self._modules:
                 self._seen[id(value)] = value
                 start = "" if role == "target" else f"{role}."
-                yield from self.model(role, value, f"{dot}{leaf}.".removeprefix(start))
+                self.model(role, value, f"{dot}{leaf}.".removeprefix(start))
             return
-        inner = list(self._inside(value, leaf))
+        inner = list(self._inside(value, leaf, how))
         if inner:
             self._seen[id(value)] = value
             if depth >= _DEPTH:
                 raise BindError(f"{dot}{leaf} ({type(module).__name__}) nests objects deeper than {_DEPTH}: not looked into")
             for name, item in inner:
-                yield from self._value(item, name, role, dot, module, depth + 1)
+                if not self._empty(item):
+                    self._value(item, name, role, dot, module, depth + 1)
 
-    def _inside(self, value: Any, leaf: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, Mapping):
+    def _empty(self, value: Any) -> bool:
+        """Whether there is nothing behind a value, as is seen at once of nearly all."""
+        return type(value) in self._nothing or (type(value) in _BUILT_IN and not value)
+
+    def _classed(self, kind: type) -> _How:
+        import torch
+
+        how = next((how for classes, how in _classes(torch) if issubclass(kind, classes)), None)
+        if how is None and kind.__module__.split(".")[0] in self._packages and kind.__name__ not in self._skip:
+            how, self._slots[kind] = _How.OBJECT, list(_slots(kind))
+        how = self._how[kind] = how or _How.NOTHING
+        own = (vars(base).keys() for base in kind.__mro__ if base.__module__ != "builtins")
+        if how is _How.NOTHING and not any(names & {"__class__", "__getattribute__"} for names in own):
+            self._nothing.add(kind)
+        return how
+
+    def _inside(self, value: Any, leaf: str, how: _How) -> Iterator[tuple[str, Any]]:
+        if how is _How.MAPPING:
             for key, item in list(value.items()):
                 yield f"{leaf}.{key}", item
-        elif isinstance(value, list | tuple | set | frozenset):
+        elif how is _How.SEQUENCE:
             for i, item in enumerate(value):
                 yield f"{leaf}.{i}", item
-        elif isinstance(value, functools.partial):
+        elif how is _How.PARTIAL:
             yield leaf, value.func
             yield f"{leaf}.args", value.args
             yield f"{leaf}.keywords", value.keywords
-        elif isinstance(value, types.MethodType):
+        elif how is _How.METHOD:
             yield leaf, value.__self__
-        elif isinstance(value, types.FunctionType):
+        elif how is _How.FUNCTION:
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 try:
                     yield f"{leaf}.{name}", cell.cell_contents
                 except ValueError:  # a cell that is not filled yet holds nothing
                     continue
-        elif type(value).__module__.split(".")[0] in self._packages and type(value).__name__ not in self._skip:
-            for name in _slots(type(value)):
+        else:
+            for name in self._slots.get(type(value), ()):
                 if hasattr(value, name):
                     yield f"{leaf}.{name}", getattr(value, name)
             for name, item in list(getattr(value, "__dict__", {}).items()):
                 yield f"{leaf}.{name}", item
+
+
+_PLAIN = (types.NoneType, int, float, str, bytes, type, types.ModuleType)
+_BUILT_IN = frozenset({dict, OrderedDict, list, tuple, set, frozenset})
+
+
+def _classes(torch: Any) -> tuple[tuple[Any, _How], ...]:
+    return (
+        (torch.Tensor, _How.TENSOR),
+        (_PLAIN, _How.NOTHING),
+        (torch.nn.Module, _How.MODULE),
+        (Mapping, _How.MAPPING),
+        ((list, tuple, set, frozenset), _How.SEQUENCE),
+        (functools.partial, _How.PARTIAL),
+        (types.MethodType, _How.METHOD),
+        (types.FunctionType, _How.FUNCTION),
+    )
 
 
 def _slots(kind: type) -> Iterator[str]:
@@ -294,8 +356,9 @@ class Inventory:
 
     def spoil(self) -> None:
         """Fill every derived tensor with a marker: post-processing must replace it all, or check() fails."""
-        live = {found.name: found.tensor for found in self._finder()}
-        for name in self.names("derived"):
+        derived = self.names("derived")
+        live = {found.name: found.tensor for found in self._finder()} if derived else {}
+        for name in derived:
             _fill(live[name])
 
     def check(self) -> dict[str, int]:

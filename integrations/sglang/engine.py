@@ -63,6 +63,7 @@ class SglangEngine:
         self._workers = Workers(name, workers, token)
         self._beside = {"draft": draft, "declare": dict(declare or {})}
         self._offers: frozenset[str] | None = None
+        self._pauses: tuple[dict[str, Any], bool] | None = None  # sizes, and whether it keeps prefixes: what pause() asks first
         self._mode: PauseMode | None = None
         self._verified = ""
         self._by_loader = False
@@ -86,6 +87,7 @@ class SglangEngine:
                     f"{first['sizes']}, rank {rank} has {other['sizes']}, models equal: {other['model'] == first['model']}"
                 )
         sizes = dict(first["sizes"])
+        self._pauses = sizes, first["keeps_prefixes"]
         world = sizes["dp"] * sizes["pp"] * sizes["tp"]
         if list(self._workers.ranks) != list(range(world)):
             raise RolloutError(
@@ -104,7 +106,7 @@ class SglangEngine:
             model=first["model"],
             sizes=sizes,
             version=self._version(deadline),
-            pause_modes=_modes(first),
+            pause_modes=_modes(*self._pauses),
             ranks=tuple(describe_from_json(answers[rank]) for rank in self._workers.ranks),
             software=software,
             state=engine_state(
@@ -125,10 +127,13 @@ class SglangEngine:
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Returns when every worker is quiet. Raises SessionError for a mode this engine does not keep."""
-        identity = self._workers.all("identity", {}, deadline)[self._workers.ranks[0]]
-        sizes, legal = identity["sizes"], _modes(identity)
+        if self._pauses is None:
+            identity = self._workers.one(self._workers.ranks[0], "identity", {}, deadline)
+            self._pauses = identity["sizes"], identity["keeps_prefixes"]
+        sizes, keeps_prefixes = self._pauses
+        legal = _modes(sizes, keeps_prefixes)
         if mode not in legal:
-            kept = ", with a prefix cache" if identity["keeps_prefixes"] else ""
+            kept = ", with a prefix cache" if keeps_prefixes else ""
             raise SessionError(f"engine {self.name} (pp={sizes['pp']}{kept}) cannot pause with mode {mode!r}; legal: {legal}")
         self._http.post("/pause_generation", {"mode": mode}, deadline)
         if mode == "abort" and sizes["pp"] == 1:
@@ -162,8 +167,8 @@ class SglangEngine:
     def begin(self, session: str, version: int, plan: str, epochs: Mapping[int, int], deadline: Deadline) -> None:
         """Raises SessionError if pause() was not called or a worker is not quiet; RolloutError if the server refuses."""
         self._require_all_ranks("begin", epochs)
-        self._require_paused("begin", deadline)
-        left_open = any(state["update_open"] for state in self.state(deadline).values())
+        states = self._require_paused("begin", deadline)
+        left_open = any(state["update_open"] for state in states.values())
         if self._by_loader:
             if left_open:
                 raise RolloutError(
@@ -338,11 +343,13 @@ class SglangEngine:
                 f"other; missing or unknown: {wrong}"
             )
 
-    def _require_paused(self, verb: str, deadline: Deadline) -> None:
-        loud = [rank for rank, state in self.state(deadline).items() if not state["quiet"]]
+    def _require_paused(self, verb: str, deadline: Deadline) -> dict[int, dict[str, Any]]:
+        states = self.state(deadline)
+        loud = [rank for rank, state in states.items() if not state["quiet"]]
         if self._mode is None or loud:
             missing = f"rollout ranks {loud} are generating" if loud else "pause() was not called"
             raise SessionError(f"engine {self.name}: {verb}() needs a paused engine, but {missing}")
+        return states
 
     def _openapi(self, deadline: Deadline) -> frozenset[str]:
         """Paths the server offers and the names of request fields it knows."""
@@ -369,13 +376,13 @@ class SglangEngine:
         return self._offers_update(deadline) or self._offers_post_process(deadline)
 
 
-def _modes(identity: Mapping[str, Any]) -> tuple[PauseMode, ...]:
+def _modes(sizes: Mapping[str, Any], keeps_prefixes: bool) -> tuple[PauseMode, ...]:
     """What pause() accepts of this engine.
 
     Schedulers of a pipeline do not look at the paused flag (read in 0.5.16 and 0.5.23), so only an emptied engine is quiet.
     in_place leaves requests running, and then SGLang refuses to flush: KV of old weights would stay in the prefix cache, to
     be found by requests of the new version. So it needs --disable-radix-cache.
     """
-    if identity["sizes"]["pp"] > 1:
+    if sizes["pp"] > 1:
         return ("abort",)
-    return ("abort", "retract") if identity["keeps_prefixes"] else ("abort", "retract", "in_place")
+    return ("abort", "retract") if keeps_prefixes else ("abort", "retract", "in_place")

@@ -8,7 +8,7 @@ router's second name of its bias. Read in the source, not run: everything that o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import listed
@@ -64,7 +64,7 @@ def models_of(scheduler: Any) -> list[tuple[str, torch.nn.Module]]:
     return models + [(f"draft{i}" if i else "draft", runner.model) for i, (_, runner) in enumerate(runners)]
 
 
-def find_all(models: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[Found]:
+def find_all(models: Iterable[tuple[str, torch.nn.Module]]) -> list[Found]:
     """Every tensor of these models, for the inventory."""
     return find(models, PACKAGES, SKIP)
 

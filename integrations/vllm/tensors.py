@@ -7,7 +7,7 @@ models, MLA with the plain CPU backend. Read in the source, not run: what only a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from weight_sync_integrations.inventory import Found, Policy, Rule, find
@@ -48,7 +48,7 @@ def models_of(worker: Any) -> list[tuple[str, torch.nn.Module]]:
     return [*models, ("draft", draft)] if isinstance(draft, torch.nn.Module) else models
 
 
-def find_all(models: list[tuple[str, torch.nn.Module]]) -> Iterator[Found]:
+def find_all(models: list[tuple[str, torch.nn.Module]]) -> list[Found]:
     """Every tensor of these models, for the inventory."""
     return find(models, _PACKAGES, _SKIP)
 

@@ -30,10 +30,14 @@ class Stream:
         self.queue.append(work)
         self._asked += 1
 
+    def step(self) -> None:
+        """The first thing that is not done yet."""
+        self.queue.pop(0)()
+
     def synchronize(self) -> None:
         assert self not in self._gpu.stuck, "waits for a stream that does not come to an end"
         while self.queue:
-            self.queue.pop(0)()
+            self.step()
 
     def wait_stream(self, other: Stream) -> None:
         self.ask(other.synchronize)
@@ -83,7 +87,7 @@ class Tensor:
 
 
 class Gpu:
-    """freed: memory that was given back. strayed: what was written there. stuck: streams on which nothing goes on."""
+    """freed: memory that was given back. strayed: what was read or written there. stuck: streams on which nothing goes on."""
 
     def __init__(self) -> None:
         self.memory: dict[int, np.ndarray[Any, Any]] = {}
@@ -124,9 +128,13 @@ class Gpu:
         self.device = before
 
     def move(self, to: int, from_: int, nbytes: int) -> None:
-        if (at := self.base(to)) in self.freed:
-            self.strayed.append(at)
+        self.touch(to)
+        self.touch(from_)
         ctypes.memmove(to, from_, nbytes)
+
+    def touch(self, address: int) -> None:
+        if (at := self.base(address)) in self.freed:
+            self.strayed.append(at)
 
     def base(self, address: int) -> int:
         return next(at for at, array in self.memory.items() if at <= address < at + max(1, array.nbytes))
@@ -139,6 +147,7 @@ class Gpu:
         at, epoch, missed = fence
 
         def run() -> None:
+            self.touch(at)
             if ctypes.c_int64.from_address(at).value != epoch:
                 missed[0] = missed[0] + 1
                 return

@@ -8,18 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import combinations_with_replacement, pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from ipc_sides import open_files
 
-from weight_sync.transport import ipc_copies, ipc_records
-from weight_sync.transport.base import Batch, Boxes, Endpoint
-from weight_sync.transport.ipc_copies import long_ranges
+from weight_sync.transport import ipc_records
 from weight_sync.transport.ipc_records import ROUND, SENDERS, Gate, Sender
 
 
@@ -45,52 +41,74 @@ def done(*numbers: int) -> Callable[[], list[int]]:
     return lambda: [*numbers, *[0] * (SENDERS - len(numbers))]
 
 
-def between_calls(monkeypatch: pytest.MonkeyPatch, look: Callable[[int], None]) -> None:
-    """look() before each call of the system that a sender makes, with its number; not before those made in look()."""
-    count, inside = [0], [False]
+def stepping(monkeypatch: pytest.MonkeyPatch, look: Callable[[int], None]) -> Callable[[], None]:
+    """look() is given the number of each step of a sender: before each call of the system that it makes, and where what is
+    returned is called. What look() itself calls is no step."""
+    numbers, looking = count(), [False]
+
+    def step() -> None:
+        if not looking[0]:
+            looking[0] = True
+            look(next(numbers))
+            looking[0] = False
 
     def before(call: Callable[..., Any]) -> Callable[..., Any]:
         def made(*arguments: Any) -> Any:
-            if not inside[0]:
-                inside[0] = True
-                look(count[0])
-                count[0] += 1
-                inside[0] = False
+            step()
             return call(*arguments)
 
         return made
 
     for module, name in ((ipc_records.fcntl, "flock"), (ipc_records.os, "pread"), (ipc_records.os, "pwrite")):
         monkeypatch.setattr(module, name, before(getattr(module, name)))
+    return step
 
 
-@pytest.mark.parametrize(("first", "again"), list(combinations_with_replacement(range(9), 2)))
+QUEUED = ["lock", "issued", "closed", "queue", "queued", "unlock", "after"]
+REFUSED = ["lock", "issued", "closed", "issued as before", "unlock", "after"]
+"""Steps of a sender; REFUSED: where the peer closed before the third."""
+
+
+@pytest.mark.parametrize("common", [True, False], ids=["one lock", "a lock each"])
+@pytest.mark.parametrize(
+    ("first", "again"), [(a, b) for a in range(len(QUEUED)) for b in range(a, len(REFUSED if a < 3 else QUEUED))]
+)
 def test_whenever_the_peer_closes_it_either_waits_for_the_copies_or_they_are_never_queued(
-    peer: Path, gate: Gate, first: int, again: int, monkeypatch: pytest.MonkeyPatch
+    peer: Path, gate: Gate, first: int, again: int, common: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, at, queued, drained = sender_at(peer), [0], list[int](), list[bool]()
 
-    def look(step: int) -> None:
+    def look(number: int) -> None:
         """The peer closes, or looks again."""
-        if step in (first, again):
+        if number in (first, again):
             drained.append(gate.drain(done(at[0]), 0.0) is None)
             assert not (drained[-1] and queued)
 
     def queue(number: int) -> None:
-        look(5)
+        step()
         assert not any(drained), "queued after the peer had closed"
         queued.append(number)
-        look(6)
+        step()
 
     with monkeypatch.context() as patch:
-        between_calls(patch, look)  # lock, closed, issued, unlock: steps 0 to 3
+        if not common:  # each has it when it asks
+            patch.setattr(ipc_records.fcntl, "flock", lambda descriptor, how: None)
+        step = stepping(patch, look)
         was_queued = sender.issue(queue)
-    look(7)
-    assert was_queued == bool(queued)
+        step()
+    assert len(drained) == len({first, again})
+    assert was_queued == bool(queued) == (first >= QUEUED.index("queue"))
     at[0] = sender.last
     queued.clear()
     assert gate.drain(done(at[0]), 0.0) is None
     assert not sender.issue(queue)
+
+
+def test_a_sender_queues_while_another_does(peer: Path, gate: Gate) -> None:
+    first, second = sender_at(peer), sender_at(peer)
+    inside = list[bool]()
+    assert first.issue(lambda number: inside.append(second.issue(lambda number: None)))
+    assert inside == [True]
 
 
 def test_a_batch_that_was_refused_leaves_the_record_as_it_was(peer: Path, gate: Gate) -> None:
@@ -158,7 +176,14 @@ def test_at_a_peer_that_closed_no_record_is_taken_and_no_file_stays_behind(peer:
     assert Sender.claim(peer) is None  # just after it began to close
     gate.forget()
     assert Sender.claim(peer) is None
-    assert not list(peer.parent.iterdir())
+    assert (open_files(peer.parent), list(peer.parent.iterdir())) == ([], [])
+
+
+def test_a_gate_has_its_space_from_the_start(peer: Path, gate: Gate) -> None:
+    """Else a peer on a full file system could not say that it closed."""
+    stat = peer.with_suffix(".gate").stat()
+    assert stat.st_size > 0
+    assert stat.st_blocks > 0
 
 
 def test_nobody_but_their_owner_may_open_the_files(peer: Path, gate: Gate) -> None:
@@ -232,7 +257,7 @@ def test_a_sender_whose_lock_is_gone_counts_as_alive_as_long_as_its_process_may_
     peer: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
     monkeypatch.setattr(ipc_records, "_DEAD_SECONDS", 0.0)
-    monkeypatch.setattr(ipc_records, "_UNSEEN_SECONDS", 0.5)
+    monkeypatch.setattr(ipc_records, "_UNSEEN_SECONDS", 0.0 if seen else 0.5)
     hold = LET_GO if seen else LET_GO.replace("import sys", "import os; os.readlink = lambda path: 'pid:[1]'; import sys", 1)
     with subprocess.Popen([sys.executable, "-c", hold, str(peer)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -247,27 +272,14 @@ def test_a_sender_whose_lock_is_gone_counts_as_alive_as_long_as_its_process_may_
         process.kill()
 
 
-@settings(deadline=None)
-@given(
-    shape=st.lists(st.sampled_from([1, 2, 3, 64]), min_size=1, max_size=3),
-    widen=st.lists(st.integers(0, 1), min_size=4, max_size=4),
-    side=st.booleans(),
-    itemsize=st.sampled_from([1, 2, 64]),
-)
-def test_only_ranges_that_lie_in_one_piece_on_both_sides_are_a_copy_engines(
-    shape: list[int], widen: list[int], side: bool, itemsize: int
+def test_a_sender_in_another_container_counts_as_alive_while_it_has_its_lock(
+    peer: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dims, strides, step = [*shape, itemsize], [], 1
-    for size, more in zip(dims[::-1], [0, *widen], strict=False):
-        strides.insert(0, step)
-        step *= size + more
-    plain = [int(np.prod(dims[i + 1 :])) for i in range(len(dims))]
-    both = (np.asarray([strides]), np.asarray([plain]))
-    nbytes = np.asarray([int(np.prod(dims))])
-    boxes = Boxes(np.asarray([dims]), *(both if side else both[::-1]))
-    batch = Batch(Endpoint("cuda_ipc", "cuda_ipc", "file@boot", 1), nbytes, nbytes, nbytes, ["w"], boxes)
-    at = np.add.reduce(np.meshgrid(*(np.arange(n) * s for n, s in zip(dims, strides, strict=True)), indexing="ij")).reshape(-1)
-    one_piece = bool((np.diff(at) == 1).all())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ipc_copies, "COPY_FROM", 256)
-        assert long_ranges(batch).tolist() == [one_piece and int(nbytes[0]) >= 256]
+    monkeypatch.setattr(ipc_records, "_UNSEEN_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ipc_records.os, "readlink", lambda path: "pid:[1]")
+        sender = sender_at(peer)
+    sender.issue(lambda number: None)
+    assert gate.drain(done(0), 0.05) is not None
+    os.close(sender.descriptor)
+    assert gate.drain(done(0), 30.0) is None

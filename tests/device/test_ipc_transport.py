@@ -7,53 +7,15 @@ import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from ipc_support import Gpu, Tensor
+from ipc_sides import LONG, SHORT, SOON, Side, open_files, raising, written
+from ipc_support import Gpu, Stream
 
 from weight_sync.errors import BindError, TransportError
-from weight_sync.ids import Deadline
 from weight_sync.transport import cuda_ipc, ipc_copies, ipc_records
-from weight_sync.transport.base import Batch, Endpoint, Region
-from weight_sync.transport.cuda_ipc import CudaIpcTransport
-
-SOON = Deadline.after(60)
-LONG, SHORT = 256, 16  # bytes of a range that is a copy engine's, and of one that is not
-
-
-class Side:
-    """A process with a registered buffer of one value."""
-
-    def __init__(self, gpu: Gpu, value: int, name: str, copy_engines: bool | None = None) -> None:
-        self.buffer = Tensor(np.full(LONG + SHORT, value, np.uint8), gpu)
-        self.transport = CudaIpcTransport(copy_engines=copy_engines)
-        self.transport._process = name
-        self.transport.register([Region(self.buffer.data_ptr(), LONG + SHORT)])
-
-    def batch(self, peer: Side, *, short: bool = True) -> Batch:
-        at, sizes = np.asarray([0, LONG][: 1 + short]), np.asarray([LONG, SHORT][: 1 + short])
-        endpoint = peer.transport.describe()
-        return Batch(endpoint, self.buffer.data_ptr() + at, peer.buffer.data_ptr() + at, sizes, ["a", "b"][: 1 + short])
-
-    def meeting(self, peer: Side) -> Any:
-        return self.transport._peers[peer.transport.describe()].meeting
-
-
-@pytest.fixture
-def sides(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Side, Side]:
-    """A sender of sevens and a peer with zeros."""
-    monkeypatch.setattr(ipc_copies, "COPY_FROM", LONG)
-    monkeypatch.setattr(cuda_ipc, "_SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(cuda_ipc, "_DRAIN_SECONDS", 0.2)
-    make = cuda_ipc.tempfile.mkstemp
-    monkeypatch.setattr(cuda_ipc.tempfile, "mkstemp", lambda prefix, dir: make(prefix=prefix, dir=tmp_path))
-    return Side(gpu, 7, "sender"), Side(gpu, 0, "peer")
-
-
-def written(sender: Side, peer: Side) -> int:
-    return sender.transport.wait(sender.transport.write(sender.batch(peer)), SOON).nbytes
+from weight_sync.transport.base import Batch, Endpoint
 
 
 def test_long_ranges_go_by_copy_engines_and_short_ones_by_the_kernel(sides: tuple[Side, Side], gpu: Gpu) -> None:
@@ -79,6 +41,60 @@ def test_copy_engines_are_used_before_blackwell_and_where_the_config_says_so(
     assert (sender.meeting(peer) is not None) == used
     assert written(sender, peer) == LONG + SHORT
     assert (peer.buffer.array == 7).all()
+
+
+@pytest.mark.parametrize("long", [True, False], ids=["copies", "kernel"])
+@pytest.mark.parametrize("filled", ["default", "current"])
+def test_what_a_callers_stream_still_does_to_the_local_bytes_comes_first(
+    sides: tuple[Side, Side], gpu: Gpu, filled: str, long: bool
+) -> None:
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    streams = {"default": gpu.cuda.default_stream(0), "current": Stream(gpu, 0)}
+    streams[filled].ask(lambda: sender.buffer.array.fill(9))
+    batch = sender.batch(peer, long=long, short=not long)
+    with gpu.cuda.stream(streams["current"]):
+        ticket = sender.transport.write(batch)
+    nbytes = sender.transport.wait(ticket, SOON).nbytes
+    assert int((peer.buffer.array == 9).sum()) == nbytes
+
+
+def test_reads_are_the_kernels(sides: tuple[Side, Side]) -> None:
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    issued = peer.transport._gate.issued()
+    sender.transport.wait(sender.transport.read(sender.batch(peer)), SOON)
+    assert (sender.buffer.array == 0).all()
+    assert peer.transport._gate.issued() == issued
+
+
+def test_a_record_says_that_its_copies_are_done_once_all_have_arrived(sides: tuple[Side, Side]) -> None:
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    sender.transport.write(sender.batch(peer, short=False))
+    stream = sender.transport._engine.stream
+    while stream.queue:
+        stream.step()
+        arrived = (peer.buffer.array[:LONG] == 7).all()
+        assert arrived or peer.transport._gate.issued() != peer.transport._done()
+    assert peer.transport._gate.issued() == peer.transport._done()
+
+
+def test_every_sender_of_a_peer_has_a_record_of_its_own(sides: tuple[Side, Side], gpu: Gpu) -> None:
+    *senders, peer = Side(gpu, 5, "another"), *sides
+    for sender in senders:
+        sender.transport.probe(peer.transport.describe(), SOON)
+        assert written(sender, peer) == LONG + SHORT
+    peer.transport.close()
+
+
+def test_once_both_have_closed_no_file_is_open_and_none_is_left(sides: tuple[Side, Side], tmp_path: Path) -> None:
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    assert len(open_files(tmp_path)) == 4  # both gates, the peer's once more and a record at it
+    sender.transport.close()
+    peer.transport.close()
+    assert (open_files(tmp_path), list(tmp_path.iterdir())) == ([], [])
 
 
 def test_a_peer_does_not_close_before_what_was_queued_for_it_is_done(sides: tuple[Side, Side], gpu: Gpu) -> None:
@@ -134,18 +150,16 @@ def test_a_write_that_cannot_be_queued_poisons_its_transport_and_its_peer_closes
     [
         BindError("queueing a batch of 1 copies: CUDA_ERROR_NOT_SUPPORTED (801)"),
         AttributeError("module has no attribute 'CUmemcpyAttributes'"),
+        TypeError("cuGetProcAddress() takes exactly 4 positional arguments (3 given)"),
+        OSError(28, "No space left on device"),
     ],
-    ids=["no support", "old bindings"],
+    ids=["no support", "old bindings", "other bindings", "full file system"],
 )
 def test_where_the_driver_has_no_batches_everything_is_the_kernels(
     sides: tuple[Side, Side], gpu: Gpu, error: Exception
 ) -> None:
     sender, peer = sides
-
-    def fail() -> None:
-        raise error
-
-    gpu.batch = fail
+    gpu.batch = raising(error)
     sender.transport.probe(peer.transport.describe(), SOON)
     assert sender.meeting(peer) is None
     assert written(sender, peer) == LONG + SHORT
@@ -156,10 +170,7 @@ def test_where_the_driver_has_no_batches_everything_is_the_kernels(
 
 def test_where_no_lock_can_be_had_everything_is_the_kernels(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
     sender, peer = sides
-
-    def refuse(*arguments: Any) -> int:
-        raise OSError(28, "No space left on device")
-
+    refuse = raising(OSError(28, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(ipc_records, "os", SimpleNamespace(**{**vars(ipc_records.os), "open": refuse}))
         sender.transport.probe(peer.transport.describe(), SOON)
@@ -186,12 +197,8 @@ def test_a_peer_that_was_probed_again_in_vain_is_written_to_no_more_and_nothing_
     sender, peer = sides
     sender.transport.probe(peer.transport.describe(), SOON)
     assert written(sender, peer) == LONG + SHORT
-
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr(sender.transport._engine, "meet", fail)
+        patch.setattr(sender.transport._engine, "meet", raising(RuntimeError("CUDA error: out of memory")))
         with pytest.raises(RuntimeError, match="out of memory"):
             sender.transport.probe(peer.transport.describe(), SOON)
     assert not gpu.opened
@@ -220,6 +227,22 @@ def test_however_many_batches_are_under_way_a_record_says_so(sides: tuple[Side, 
         sender.transport.write(batch)
         assert stream.queue
         assert peer.transport._gate.issued()[0] != peer.transport._done()[0]
+
+
+def test_a_peer_may_close_while_a_sender_waits_for_its_earlier_copies(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (ipc_copies, ipc_records):
+        monkeypatch.setattr(module, "ROUND", 8)
+    sender, peer = sides
+    sender.transport.probe(peer.transport.describe(), SOON)
+    batch = sender.batch(peer, short=False)
+    for _ in range(3):
+        sender.transport.write(batch)
+    sender.transport._engine.stream.ask(peer.transport.close)
+    ticket = sender.transport.write(batch)  # number 5: it waits for what it wrote before
+    with pytest.raises(TransportError, match="closed before copies were queued"):
+        sender.transport.wait(ticket, SOON)
 
 
 def test_batches_are_prepared_anew_for_a_peer_that_was_probed_again(sides: tuple[Side, Side]) -> None:

@@ -26,11 +26,12 @@ from weight_sync.transport.base import Batch, Endpoint, Region  # noqa: E402
 from weight_sync.transport.cuda_ipc import CudaIpcTransport  # noqa: E402
 
 NBYTES = 64 << 20
+SHORT = 1 << 12  # bytes of a range that is the kernel's
 CYCLES_PER_SECOND = 1_800_000_000  # of an H200; of another GPU a second is a little longer or shorter
 
 
 def send(connection: Any) -> None:
-    """Queue a copy behind so many seconds of other work, each time one is asked for."""
+    """Write so many bytes behind so many seconds of other work, each time this is asked for."""
     import torch
 
     torch.cuda.set_device(0)
@@ -41,10 +42,10 @@ def send(connection: Any) -> None:
     transport.probe(Endpoint.from_json(endpoint), Deadline.after(60))
     (peer,) = transport._peers.values()
     connection.send(peer.meeting is not None)
-    batch = Batch(
-        Endpoint.from_json(endpoint), *(np.asarray([n], np.int64) for n in (tensor.data_ptr(), address, NBYTES)), ["w"]
-    )
-    while (seconds := connection.recv()) is not None:
+    while (asked := connection.recv()) is not None:
+        seconds, nbytes = asked
+        numbers = (np.asarray([n], np.int64) for n in (tensor.data_ptr(), address, nbytes))
+        batch = Batch(Endpoint.from_json(endpoint), *numbers, ["w"])
         torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
         ticket = transport.write(batch)
         connection.send("queued")
@@ -72,8 +73,8 @@ class Pair:
         assert self.there.poll(120), "the sender says nothing"
         return self.there.recv()
 
-    def queue(self, seconds: float) -> None:
-        self.there.send(seconds)
+    def queue(self, seconds: float, nbytes: int = NBYTES) -> None:
+        self.there.send((seconds, nbytes))
         assert self.said() == "queued"
 
     def written(self) -> int:
@@ -130,15 +131,15 @@ def test_nothing_is_queued_for_a_peer_that_closed(pair: Pair) -> None:
     assert pair.written() == 0
 
 
-def test_what_a_sender_says_after_its_peer_closed_reaches_no_memory_of_others(pair: Pair) -> None:
-    """It says what it is about to queue before it looks at the epoch, wherever the record was."""
-    size = pair.transport._area.numel()
+def test_a_kernel_that_is_asked_for_after_its_peer_closed_finds_no_epoch_in_memory_of_others(pair: Pair) -> None:
+    """It looks for one where the peer had it, so that memory must never be another's."""
+    size, epoch = pair.transport._area.numel(), pair.transport._epoch
     pair.transport.close()
     del pair.transport
     gc.collect()
-    others = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    others = [torch.full((size // 8,), epoch, dtype=torch.int64, device="cuda") for _ in range(64)]
     torch.cuda.synchronize()
-    pair.queue(0)
+    pair.queue(0, SHORT)
     assert pair.said() == "closed peer"
-    torch.cuda.synchronize()
-    assert not any(bool(other.any()) for other in others)
+    assert pair.written() == 0
+    assert all(bool((other == epoch).all()) for other in others)

@@ -125,9 +125,8 @@ def _name(code: int) -> str:
 def _batch_call(cuda: Any) -> Any:
     """cuMemcpyBatchAsync as a function of C: arrays of targets, sources and sizes, their length, attributes, to which copies
     each belongs, how many there are, where to say which copy failed, stream."""
-    code, address, *said = cuda.cuGetProcAddress(
-        b"cuMemcpyBatchAsync", _BATCHES_SINCE, 0
-    )  # bindings of CUDA 11 say nothing more
+    # Bindings of CUDA 11 answer with two values, later ones with three.
+    code, address, *said = cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", _BATCHES_SINCE, 0)
     if int(code) != 0 or not int(address or 0):
         raise BindError(f"the driver has no batches of copies, which came with CUDA 12.8 ({_name(int(code))} {said})")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

@@ -409,13 +409,18 @@ class CudaIpcTransport:
         regions = RegionTable.published([(a, n) for a, n in content["regions"]])
         bases, shifts, opened = [], [], []
         with self._torch.cuda.device(self._device):
-            for base, _, handle in content["allocations"]:
-                here = base
-                if content["process"] != self._process:  # CUDA does not open a handle in the process that made it
-                    here = self._ipc.open_handle(handle)
-                    opened.append(here)
-                bases.append(base)
-                shifts.append(here - base)
+            try:
+                for base, _, handle in content["allocations"]:
+                    here = base
+                    if content["process"] != self._process:  # CUDA does not open a handle in the process that made it
+                        here = self._ipc.open_handle(handle)
+                        opened.append(here)
+                    bases.append(base)
+                    shifts.append(here - base)
+            except BaseException:
+                for here in opened:
+                    self._ipc.close_handle(here)
+                raise
         both = np.asarray(bases, np.int64), np.asarray(shifts, np.int64)
         epoch_at = int(_mapped(*both, np.asarray([endpoint.probe[0] + _EPOCH_AT]))[0])
         return _Peer(regions, *both, opened, epoch_at)

@@ -102,8 +102,8 @@ class Gate:
 
 @dataclass(slots=True)
 class Sender:
-    """A sender's record at one peer. at: number of the record. last: what it issued last. owed: issued was said, and nothing may
-    be queued that makes done equal to it."""
+    """A sender's record at one peer. at: number of the record. last: what it issued last. owed: issued was said, and it may be
+    that nothing is queued that makes done equal to it."""
 
     at: int
     path: Path
