@@ -158,6 +158,7 @@ def test_no_two_senders_have_one_record_until_all_are_taken(peer: Path, gate: Ga
     senders = [Sender.claim(peer) for _ in range(SENDERS)]
     assert [s.at for s in senders if s is not None] == list(range(SENDERS))
     assert Sender.claim(peer) is None
+    assert len(open_files(peer.parent)) == 1 + 2 * SENDERS
     assert senders[7] is not None
     senders[7].close()
     again = Sender.claim(peer)

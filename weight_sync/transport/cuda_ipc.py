@@ -17,6 +17,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -164,7 +165,11 @@ class CudaIpcTransport:
         descriptor, name = tempfile.mkstemp(prefix="weight_sync-ipc-", dir=folder)
         os.close(descriptor)
         self._file = Path(name)
-        self._gate = Gate(self._file)
+        try:
+            self._gate = Gate(self._file)
+        except OSError:
+            self._file.unlink()
+            raise
         self._publish()
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -202,7 +207,8 @@ class CudaIpcTransport:
         try:
             prove(endpoint, read, write)
             if endpoint in self._peers:
-                self._close_peer(self._peers.pop(endpoint))
+                self._close_peer(self._peers[endpoint])
+                del self._peers[endpoint]
             if self._copies and content.get("records") == _RECORDS:  # else it is of another version, and waits for none
                 records = peer.epoch_at - _EPOCH_AT + AREA_BYTES
                 peer.meeting = self._engine.meet(Path(endpoint.address.rpartition("@")[0]), records)
@@ -419,7 +425,8 @@ class CudaIpcTransport:
                     shifts.append(here - base)
             except BaseException:
                 for here in opened:
-                    self._ipc.close_handle(here)
+                    with suppress(BindError):
+                        self._ipc.close_handle(here)
                 raise
         both = np.asarray(bases, np.int64), np.asarray(shifts, np.int64)
         epoch_at = int(_mapped(*both, np.asarray([endpoint.probe[0] + _EPOCH_AT]))[0])
@@ -430,9 +437,8 @@ class CudaIpcTransport:
             if peer.meeting is not None:
                 self._engine.part(peer.meeting)
                 peer.meeting = None
-            for address in peer.opened:
-                self._ipc.close_handle(address)
-        peer.opened.clear()
+            while peer.opened:
+                self._ipc.close_handle(peer.opened.pop())
 
     def _put(self, address: int, data: bytes) -> None:
         host = self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8)

@@ -56,7 +56,11 @@ class Gate:
         """peer: the file that the peer publishes."""
         self._peer = peer
         self._descriptor = os.open(_gate(peer), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        os.pwrite(self._descriptor, bytes(_WORD.size * (1 + SENDERS)), 0)  # now, while it is no harm that there is no space
+        try:  # now, while it is no harm that there is no space
+            os.pwrite(self._descriptor, bytes(_WORD.size * (1 + SENDERS)), 0)
+        except OSError:
+            self.forget()
+            raise
 
     def shut(self) -> None:
         """From now on nothing is queued by who comes to the gate. Also where something else fails before drain()."""
