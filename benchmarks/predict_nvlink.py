@@ -98,8 +98,8 @@ RECORDED = {
     ),
     "scatter, later": Recorded("scatter", 24, 0.1290, {"pause": 0.0104, "write": 0.0881, "verify": 0.0257, "finish": 0.0049}),
 }
-"""Runs on two hosts; `tiny` shows the constants that were read off it, no more. Those called later are of the next session, with
-newer code, and nothing was read off them."""
+"""Runs on several hosts of one kind; `tiny` shows the constants that were read off it, no more. Those called later are of newer
+code, and nothing was read off them."""
 SLOW = {
     "gather, later": Recorded("gather", 24, 0.1572, {"pause": 0.0242, "write": 0.1077, "verify": 0.0203, "finish": 0.0019}),
     "fp8, a compiler beside it": Recorded(
@@ -109,8 +109,8 @@ SLOW = {
         "fp8", 48, 0.2337, {"quantise": 0.0251, "pause": 0.0033, "write": 0.1857, "verify": 0.0160, "finish": 0.0022}
     ),
 }
-"""What the model does not have: eight trainer ranks whose Python shares one process, and Python that asks for each staging buffer,
-which was too slow for the wire on such hosts before the later runs."""
+"""What the model does not have: eight trainer ranks whose Python shares one process, and Python that asks for each staging
+buffer, which was too slow for the wire on such hosts before the later runs."""
 
 
 def sides(case: str, layers: int, block: int = 128) -> tuple[Declared, Declared]:

@@ -167,6 +167,9 @@ class Held:
 
     def scramble(self, live: Mapping[str, torch.Tensor]) -> int:
         """Invert every byte of the live tensors, in place, and prove that all have changed. Returns how many."""
+        unlike = {name: self._unlike(name, now) for name, now in live.items() if now.numel()}
+        if wrong := [f"{name}: {reason}" for name, reason in unlike.items() if reason is not None]:
+            raise VerifyError(f"{self.where}: {len(wrong)} tensors are not as they were when they were copied: {listed(wrong)}")
         nbytes = 0
         with torch.no_grad():
             for tensor in live.values():
@@ -182,7 +185,7 @@ class Held:
     def compare(self, live: Mapping[str, torch.Tensor]) -> None:
         """Raise VerifyError unless the same names hold the same bytes."""
         wrong = [f"{name} is {'gone' if name in self.copies else 'new'}" for name in sorted(self.copies.keys() ^ live.keys())]
-        unlike = {name: copy.unlike(live[name]) for name, copy in self.copies.items() if name in live}
+        unlike = {name: self._unlike(name, live[name]) for name in self.copies if name in live}
         found = self._differing({name: live[name] for name, reason in unlike.items() if reason is None})
         for name, reason in unlike.items():
             if reason is not None:
@@ -191,6 +194,9 @@ class Held:
                 wrong.append(f"{name}: {count} of {self.copies[name].raw.nbytes} bytes differ")
         if wrong:
             raise VerifyError(f"{self.where}: {len(wrong)} of {len(self.copies)} tensors are not as they were: {listed(wrong)}")
+
+    def _unlike(self, name: str, now: torch.Tensor) -> str | None:
+        return self.copies[name].unlike(now) if name in self.copies else "is new"
 
     def _differing(self, live: Mapping[str, torch.Tensor]) -> dict[str, Differing]:
         copies = [self.copies[name].raw for name in live]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from weight_sync.errors import RolloutError, SessionError, WeightSyncError
@@ -37,8 +38,9 @@ from weight_sync_integrations.inventory import DraftPolicy
 from weight_sync_integrations.sglang.client import Http, Workers
 from weight_sync_integrations.sglang.launch import WorkerAddress
 
-_POLL = 0.002
-"""Seconds between two looks at whether schedulers have paused or gone on: they take a few milliseconds, and requests wait."""
+_POLLS = [0.002, 0.002, 0.005, 0.01]
+"""Seconds between looks at whether schedulers have paused or gone on, from then on 0.02: mostly they take a few milliseconds,
+and requests wait."""
 
 
 class SglangEngine:
@@ -139,9 +141,10 @@ class SglangEngine:
         if mode == "abort" and sizes["pp"] == 1:
             # "abort" empties the engine but pauses only the front end; this makes the schedulers hold still too.
             self._http.post("/pause_generation", {"mode": "retract"}, deadline)
+        polls = chain(_POLLS, repeat(0.02))
         while not all(state["quiet"] for state in self.state(deadline).values()):
             deadline.check(f"engine {self.name}: pause({mode}) until every worker is quiet")
-            time.sleep(_POLL)
+            time.sleep(next(polls))
         self._mode, self._verified = mode, ""
 
     def record(self, tensors: Mapping[str, tuple[list[int], str]], deadline: Deadline) -> dict[int, dict[str, Any]]:
@@ -251,9 +254,10 @@ class SglangEngine:
         self._workers.all("admit", {"session": receipt.session}, deadline)
         offered = "torch_empty_cache" in self._openapi(deadline)
         self._http.post("/continue_generation", {"torch_empty_cache": False} if offered else {}, deadline)
+        polls = chain(_POLLS, repeat(0.02))
         while any(state["paused"] for state in self.state(deadline).values()):
             deadline.check(f"engine {self.name}: resume() until every worker has left the pause")
-            time.sleep(_POLL)
+            time.sleep(next(polls))
         self._mode = None
 
     def abort(self, session: str, reason: str, deadline: Deadline) -> None:

@@ -257,3 +257,4 @@ def test_weights_that_grew_after_their_magnitudes_were_taken_are_found_at_every_
     with pytest.raises(VerifyError, match=r"trainer rank 1: weights changed .*: in \d+ groups an element is larger"):
         world.sync.sync(2)
     assert (world.sync.version, [e.serving for e in world.engines]) == (1, [False])
+    assert not world.sync._fence.hurt, "its write was no failure: another source would not help"

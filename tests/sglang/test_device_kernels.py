@@ -42,6 +42,22 @@ for i, view in enumerate(views):
     total = sums[tables.owner == i].sum(dtype=np.uint64, keepdims=True)
     assert finish(total, np.asarray([2 * view.numel()], np.uint64)) == naive.intdigest(), i
 
+# One region in pieces, plain ones and others, each of which says which word of the region it begins with.
+whole, at = memory[4:240004], 0  # from between two words of 16 bytes: plain pieces begin with odd words of 8
+pieces = []
+while at < len(whole):
+    size = min(4 * random.choice([1, 2, 3, 100, 8191, 8192, 8194]), len(whole) - at)
+    pieces.append((at, size))
+    at += size
+firsts = np.asarray([at for at, _ in pieces], np.int64)
+tables = Tables.of_ranges(whole.data_ptr() + 2 * firsts, 2 * np.asarray([n for _, n in pieces], np.int64), 8)
+tables.table[:, 6] = firsts // 4
+assert tables.plain.any() and not tables.plain.all()
+sums = kernels.launch_digest(*tables.in_two("cpu", kernels.PER_PROGRAM)).numpy().view(np.uint64)
+naive = Lanes()
+naive.update(whole.numpy().tobytes())
+assert finish(sums.sum(dtype=np.uint64, keepdims=True), np.asarray([2 * len(whole)], np.uint64)) == naive.intdigest()
+
 out = torch.zeros(300000, dtype=torch.int16)
 targets, at = [], 1
 for view in views:

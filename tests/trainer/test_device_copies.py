@@ -171,7 +171,7 @@ def test_what_is_made_for_a_comparison_is_dropped_as_it_goes() -> None:
             weakref.finalize(tensor, alive.discard, i)
             yield tensor
             del tensor
-            assert len(alive) <= 2
+            assert not alive
 
     kept = duplicates(made())
     assert differing(kept, made()) == [Differing()] * 20
@@ -327,6 +327,14 @@ def test_every_byte_of_a_load_is_scrambled_and_one_that_is_not_is_named() -> Non
     assert held.scramble(live | emptied) == held.nbytes
     with pytest.raises(VerifyError, match="8 of 9 tensors"):
         held.compare(live)
+    held = Held.of({"w": torch.zeros(4)}, "rollout rank 0")
+    for other, text in (
+        ({"w": torch.zeros(5)}, r"w: was torch.float32 \[4\], is torch.float32 \[5\]"),
+        ({"v": torch.zeros(4)}, "v: is new"),
+    ):
+        with pytest.raises(VerifyError, match=f"rollout rank 0: 1 tensors are not as they were when they were copied: {text}"):
+            held.scramble(other)
+        assert not any(bool(tensor.any()) for tensor in other.values())
     gaps = {"slice": torch.randn(40, 20)[:, :7]}
     with pytest.raises(VerifyError, match="slice has bytes that are as they were after all were inverted"):
         Held.of(gaps, "rollout rank 0").scramble(gaps)

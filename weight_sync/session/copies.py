@@ -4,7 +4,8 @@ From a GPU to memory that is not pinned a copy runs at 1.5 GB/s on a machine whe
 compares at 3. So bytes pass through two pinned pieces in turn, one being filled while the other is emptied, and are compared
 and counted on the GPU, to which the copies are brought piece by piece. What is left is the host's own copying, which threads
 share. What the GPU found is fetched once, at the end. Beside the weights that takes two pieces of pinned memory, one piece of
-the GPU's and what counting in it needs, all dropped on return (torch's caches may keep them for whoever asks next).
+the GPU's and what counting in it needs, all dropped on return (torch's caches may keep them for whoever asks next). Where a
+caller makes `live` as it goes (copies of tensors that are not dense), there is one at a time.
 
 Live bytes are flat: numpy arrays of uint8, or torch tensors.
 """
@@ -56,10 +57,11 @@ def duplicates(live: Iterable[Any]) -> list[Bytes]:
             copies.append(np.empty(len(raw), np.uint8))
             if on_host(raw):
                 _copy(copies[-1], raw, pool)
-                continue
-            if raw.device not in coming:
-                coming[raw.device] = _Down(raw.device, pool)
-            coming[raw.device].copy(raw, copies[-1])
+            else:
+                if raw.device not in coming:
+                    coming[raw.device] = _Down(raw.device, pool)
+                coming[raw.device].copy(raw, copies[-1])
+            del raw  # may itself be a copy, of a tensor that is not dense; before the next one is made
         for down in coming.values():
             down.finish()
     return copies
@@ -71,15 +73,21 @@ def differing(copies: Sequence[Bytes], live: Iterable[Any]) -> list[Differing]:
     looking: dict[Any, _Up] = {}
     pieces = sum(len(_cuts(copy)) for copy in copies)
     with ThreadPoolExecutor(THREADS) as pool:
-        for i, (copy, raw) in enumerate(zip(copies, live, strict=True)):
+        i = 0
+        for raw in live:  # neither zipped nor enumerated, which hold on to one until the next one is there
+            copy = copies[i]
             if len(copy) != len(raw):
                 raise ValueError(f"{len(raw)} bytes to be compared with a copy of {len(copy)}")
             if on_host(raw):
                 found[i] = _differing_here(copy, raw)
-                continue
-            if raw.device not in looking:
-                looking[raw.device] = _Up(raw.device, pool, pieces)
-            looking[raw.device].compare(i, copy, raw)
+            else:
+                if raw.device not in looking:
+                    looking[raw.device] = _Up(raw.device, pool, pieces)
+                looking[raw.device].compare(i, copy, raw)
+            del raw
+            i += 1
+        if i != len(copies):
+            raise ValueError(f"{i} of {len(copies)} copies have something to be compared with")
         for up in looking.values():
             for i, count, first in up.found():
                 found[i] = found[i].plus(count, first)

@@ -1,4 +1,4 @@
-"""Digests of transfers, wherever their bytes are: in host memory as they pass through the cache, on a GPU by one launch.
+"""Digests of transfers, wherever their bytes are: in host memory as they pass through the cache, on a GPU many by one launch.
 
 Both sides of a plan use one kind of digest (`kind_for`): xxh3 where all memory is host memory, lanes where a GPU takes part.
 """

@@ -186,9 +186,12 @@ class Quantiser:
         """What a part of a made transfer must arrive as, into `out`; uncounted."""
         self.kernel.prepare([self._job(row, at, shape, out, once=True)], stats=False).run()
 
-    def check_outgrown(self) -> None:
-        """Once everything is made: raise VerifyError where weights had grown beyond the magnitudes their scales are made of."""
+    def fetch(self) -> None:
+        """Once everything was asked for: wait until it is made, and bring to the host what was counted."""
         self.kernel.fetch(self._made)
+
+    def check_outgrown(self) -> None:
+        """After fetch(): raise VerifyError where weights had grown beyond the magnitudes their scales are made of."""
         if count := sum(made.outgrown() for made in self._made):
             raise VerifyError(
                 f"trainer rank {self._rank}: weights changed during the sync: in {count} groups an element is larger than the "
@@ -196,7 +199,7 @@ class Quantiser:
             )
 
     def stats(self) -> Stats | None:
-        """Of everything that was made in this sync; None where no report is wanted."""
+        """After fetch(): of everything that was made in this sync; None where no report is wanted."""
         if not self._report:
             return None
         total = Stats()

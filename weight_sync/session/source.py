@@ -306,12 +306,14 @@ class SourceAgent:
         if round_ == 0:
             writes += sum(len(batch.nbytes) for _, batch in bound.batches)
         made = None
-        if last and bound.quantiser is not None:
-            bound.quantiser.check_outgrown()  # all is made, the last bytes are on the wire
+        if last and bound.quantiser is not None:  # while the last bytes are on the wire
+            bound.quantiser.fetch()
             made = bound.quantiser.stats()
         for ticket in tickets:
             moved += transport.wait(ticket, deadline).nbytes
         self._writing = False
+        if last and bound.quantiser is not None:
+            bound.quantiser.check_outgrown()
         spans.append(self._span("write", begin, wall, moved))
         # Which request this answers goes with it: an old reply taken for a new one would prove old bytes.
         answers = {"session": payload["session"], "round": round_, "wave": wave}
