@@ -68,6 +68,8 @@ def recompute(models: list[tuple[str, torch.nn.Module]], names: Iterable[str], d
     import torch
 
     wanted = set(names)
+    if not wanted:
+        return
     modules = dict.fromkeys(found.module for found in find_all(models) if found.name in wanted)
     with torch.no_grad():
         for module in modules:
@@ -145,11 +147,15 @@ def live_tensors(
     """
     from weight_sync_integrations.vllm import live
 
+    if planned is not None:  # asked several times while the engine stands still, and nothing has to be found out any more
+        named = ((role, name, tensor) for role, model in models for name, tensor in live.weights(model))
+        every = {name if role == "target" else f"{role}.{name}": tensor for role, name, tensor in named}
+        return {name: tensor for name, tensor in every.items() if name in planned}
     tensors = dict(live.inspect(models[0][1]).tensors)
-    if planned is None and not all_of_them:
+    if not all_of_them:
         return tensors
     places = {tensor.data_ptr() for tensor in tensors.values()}
     for role, model in models[1:]:
         own = live.inspect(model).tensors
         tensors |= {f"{role}.{name}": tensor for name, tensor in own.items() if tensor.data_ptr() not in places}
-    return {name: tensor for name, tensor in tensors.items() if planned is None or name in planned}
+    return tensors
