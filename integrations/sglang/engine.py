@@ -114,7 +114,8 @@ class SglangEngine:
             state=engine_state(
                 self.name,
                 any(state["paused"] for state in states.values()),
-                states,
+                # An update of SGLang's that is open may have unpacked weights: no receipt vouches for what is there now.
+                {r: s | {"suspect": s["suspect"] or s["update_open"]} for r, s in states.items()},
                 (answer["generation"] for answer in answers.values()),
             ),
             refusals=tuple(dict.fromkeys(why for identity in identities.values() for why in identity["refusals"])),
@@ -242,7 +243,8 @@ class SglangEngine:
         return Receipt(engine=self.name, session=session, version=version, digest=digest)
 
     def resume(self, receipt: Receipt, deadline: Deadline) -> None:
-        """Raises SessionError if the receipt is not of what the workers hold, or they hold suspect weights."""
+        """Raises SessionError if the receipt is not of what the workers hold, they hold suspect weights, or an update of
+        SGLang's is open, which may have unpacked weights."""
         if receipt.engine != self.name:
             raise SessionError(f"engine {self.name}: the receipt is of engine {receipt.engine}")
         want = {"session": receipt.session, "version": receipt.version, "digest": receipt.digest}
@@ -251,6 +253,11 @@ class SglangEngine:
                 held = "suspect weights" if state["suspect"] else f"committed {state['committed'] or 'nothing'}"
                 why = f" ({state['aborted']})" if state["aborted"] else ""
                 raise SessionError(f"engine {self.name}: receipt {want} does not fit rollout rank {rank}: {held}{why}")
+            if state["update_open"]:
+                raise SessionError(
+                    f"engine {self.name}: receipt {want} does not resume rollout rank {rank}: a weight update of SGLang's own "
+                    "is open (/begin_weight_update), which may have unpacked weights; the next sync ends it"
+                )
         self._workers.all("admit", {"session": receipt.session}, deadline)
         offered = "torch_empty_cache" in self._openapi(deadline)
         self._http.post("/continue_generation", {"torch_empty_cache": False} if offered else {}, deadline)

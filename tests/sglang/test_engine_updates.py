@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_engine import Engine, engine, soon
 
-from weight_sync.errors import BindError
+from weight_sync.errors import BindError, SessionError
 
 __all__ = ["engine"]  # a fixture
 
@@ -21,6 +21,22 @@ def test_an_abort_leaves_an_update_open_that_no_session_has_opened(engine: Engin
 
     assert engine.log == []
     assert all(state["update_open"] for state in engine.adapter.state(soon()).values())
+
+
+def test_a_receipt_from_before_an_update_that_is_open_neither_counts_nor_resumes(engine: Engine) -> None:
+    """Of a controller that died between /begin_weight_update and the workers' begin: that route may have unpacked weights."""
+    engine.until_verified("s1")
+    receipt = engine.adapter.finish("s1", 7, "d1", soon())
+    after = engine.controller()
+    for shown, update in ((receipt, None), (None, object())):
+        engine.schedulers[1].weight_updater._session = update
+        state = after.describe(soon()).state
+        assert state is not None
+        assert (state.receipt, state.paused) == (shown, True)
+    with pytest.raises(SessionError, match=r"rollout rank 1: a weight update of SGLang's own is open"):
+        after.resume(receipt, soon())
+
+    assert "/continue_generation" not in engine.log
 
 
 def test_a_controller_that_takes_over_closes_the_update_of_the_session_that_it_ends(engine: Engine) -> None:
