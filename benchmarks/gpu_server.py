@@ -14,7 +14,7 @@ Marlin). What SGLang does not keep as loaded its own loader takes (docs/quant.md
                 that the disk load left
     other       the trainer goes to weights A; a sync must change the tokens
     sync        the trainer goes back to B; after a sync the tokens must be those of disk
-    rounds      more syncs, timed by phase, with A and B in turn; after the last the tokens must be B's again
+    rounds      more syncs, timed by phase and by call, with A and B in turn; after the last the tokens must be B's again
     reload      SGLang's own /update_weights_from_disk of the checkpoint, timed; the tokens must be those of disk (not after
                 syncs by SGLang's own loader: what it has transposed or packed, that route cannot fill)
 
@@ -32,6 +32,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
@@ -243,6 +244,27 @@ def serve(name: str, folder: Path, options: argparse.Namespace, log: Log) -> Any
     return server, token
 
 
+def timed_calls(engine: Any) -> dict[str, list[float]]:
+    """Seconds of every call to this engine from now on, by route of the server or method of our worker."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+
+    def watch(owner: Any, method: str) -> None:
+        call = getattr(owner, method)
+
+        def timed(first: Any, what: str, *rest: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(first, what, *rest)
+            finally:
+                seconds[what].append(time.perf_counter() - began)
+
+        setattr(owner, method, timed)
+
+    watch(engine._http, "_send")
+    watch(engine._workers, "one")
+    return seconds
+
+
 def checked(name: str, trainer: Remote, server: Any, token: str, folder: Path, options: argparse.Namespace, log: Log) -> Any:
     """Everything of the module's docstring for one server. Returns figures."""
     from weight_sync_integrations.sglang.engine import SglangEngine
@@ -307,11 +329,14 @@ def checked(name: str, trainer: Remote, server: Any, token: str, folder: Path, o
     synced = tokens()
     log.require(synced == disk, f"{name}: after the sync, the tokens of the disk load: {synced[0][:8]}...")
     watch.seconds.clear()
+    calls = timed_calls(engine)
     figures["sync"] = []
     for version in range(4, 4 + 2 * options.rounds):
         trainer("load", A if version % 2 == 0 else B)
         figures["sync"].append(timed(partial(sync.sync, version)))
     figures["phases"] = {phase: statistics.median(values) for phase, values in watch.seconds.items()}
+    # Of one sync: routes of SGLang's own are what it imposes, the worker's methods are ours.
+    figures["calls"] = {what: statistics.median(values) * len(values) / (2 * options.rounds) for what, values in calls.items()}
     log.require(
         tokens() == disk, f"{name}: {2 * options.rounds} more syncs, A and B in turn; the tokens of the disk load again"
     )
@@ -325,6 +350,7 @@ def checked(name: str, trainer: Remote, server: Any, token: str, folder: Path, o
         f"{name}: sync {middle:.4f} s ({min(figures['sync']):.4f} to {max(figures['sync']):.4f}), {moved / 1e9:.3f} GB; "
         + ", ".join(f"{phase} {value:.4f}" for phase, value in figures["phases"].items())
     )
+    log(f"{name}: of it in calls: " + ", ".join(f"{what} {value:.4f}" for what, value in figures["calls"].items()))
     return figures
 
 
