@@ -6,8 +6,8 @@ import functools
 import json
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +61,19 @@ class Helper:
         self.inside = inside
 
 
+class Lazy:
+    """Stands for a list, of which it says that it is one."""
+
+    def __init__(self, inside: list[Any]) -> None:
+        self._iter = inside.__iter__
+
+    __module__ = "elsewhere"  # so that its attributes are not looked into
+    __class__ = property(lambda self: list)  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iter()
+
+
 def inventory(model: torch.nn.Module, **policy: Any) -> Inventory:
     planned = [model.weight, model.bias]  # type: ignore[list-item] - tensors of Base
     values = {"rules": RULES, "recomputes": "by derive()"} | policy
@@ -91,8 +104,9 @@ def test_each_kind_of_tensor_is_found_once_and_put_into_its_class() -> None:
         lambda t: Helper(t),
         lambda t: Helper([t]).__init__,
         lambda t: [torch.nn.ParameterList([t])],
+        lambda t: OrderedDict(a=Lazy([t])),
     ],
-    ids=["plain", "containers", "partial", "closure", "slots", "method", "module in a list"],
+    ids=["plain", "containers", "partial", "closure", "slots", "method", "module in a list", "stand-in for a list"],
 )
 def test_a_tensor_that_no_rule_knows_is_refused_wherever_it_hides(hide: Callable[[torch.Tensor], Any]) -> None:
     model = Base()
