@@ -210,7 +210,7 @@ class SecondLoad:
     _inventory: Inventory | None
     _held: Held | None
 
-    def _find(self) -> Iterator[Found]:
+    def _find(self) -> list[Found]:
         """Every tensor of the model."""
         raise NotImplementedError
 

@@ -238,7 +238,7 @@ def _replaced(inside: Any, stands: Mapping[int, Any]) -> Any:
     return type(inside)(stands.get(id(value), value) for value in inside)
 
 
-def walk(module: torch.nn.Module) -> Iterator[Found]:
+def walk(module: torch.nn.Module) -> list[Found]:
     """Every tensor of one module, as the inventory finds it."""
     return find([("target", module)], PACKAGES, SKIP)
 

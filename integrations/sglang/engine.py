@@ -20,7 +20,7 @@ Order of one update, and why:
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -38,9 +38,9 @@ from weight_sync_integrations.inventory import DraftPolicy
 from weight_sync_integrations.sglang.client import Http, Workers
 from weight_sync_integrations.sglang.launch import WorkerAddress
 
-_POLLS = [0.002, 0.002, 0.005, 0.01]
-"""Seconds between looks at whether schedulers have paused or gone on, from then on 0.02: mostly they take a few milliseconds,
-and requests wait."""
+_POLLS = 0.002, 0.002, 0.005, 0.01, 0.02
+"""Seconds between looks at whether schedulers have paused or gone on, the last one from then on: mostly they take a few
+milliseconds, and requests wait."""
 
 
 class SglangEngine:
@@ -142,10 +142,7 @@ class SglangEngine:
         if mode == "abort" and sizes["pp"] == 1:
             # "abort" empties the engine but pauses only the front end; this makes the schedulers hold still too.
             self._http.post("/pause_generation", {"mode": "retract"}, deadline)
-        polls = chain(_POLLS, repeat(0.02))
-        while not all(state["quiet"] for state in self.state(deadline).values()):
-            deadline.check(f"engine {self.name}: pause({mode}) until every worker is quiet")
-            time.sleep(next(polls))
+        self._until(lambda state: state["quiet"], f"pause({mode}) until every worker is quiet", deadline)
         self._mode, self._verified = mode, ""
 
     def record(self, tensors: Mapping[str, tuple[list[int], str]], deadline: Deadline) -> dict[int, dict[str, Any]]:
@@ -261,10 +258,7 @@ class SglangEngine:
         self._workers.all("admit", {"session": receipt.session}, deadline)
         offered = "torch_empty_cache" in self._openapi(deadline)
         self._http.post("/continue_generation", {"torch_empty_cache": False} if offered else {}, deadline)
-        polls = chain(_POLLS, repeat(0.02))
-        while any(state["paused"] for state in self.state(deadline).values()):
-            deadline.check(f"engine {self.name}: resume() until every worker has left the pause")
-            time.sleep(next(polls))
+        self._until(lambda state: not state["paused"], "resume() until every worker has left the pause", deadline)
         self._mode = None
 
     def abort(self, session: str, reason: str, deadline: Deadline) -> None:
@@ -353,6 +347,14 @@ class SglangEngine:
                 f"engine {self.name}: {verb}() needs an entry for each of the ranks {list(self._workers.ranks)} and no "
                 f"other; missing or unknown: {wrong}"
             )
+
+    def _until(self, there: Callable[[Mapping[str, Any]], bool], what: str, deadline: Deadline) -> None:
+        """Return once every worker's state is `there`."""
+        for seconds in chain(_POLLS, repeat(_POLLS[-1])):
+            if all(map(there, self.state(deadline).values())):
+                return
+            deadline.check(f"engine {self.name}: {what}")
+            time.sleep(seconds)
 
     def _require_paused(self, verb: str, deadline: Deadline) -> dict[int, dict[str, Any]]:
         states = self.state(deadline)

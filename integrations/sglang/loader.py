@@ -161,7 +161,7 @@ class SglangLoader(SecondLoad):
         self._where_they_were()
         return self._inventory.check()
 
-    def _find(self) -> Iterator[Found]:
+    def _find(self) -> list[Found]:
         return known.find_all([("target", self._model)])
 
     def _weights(self) -> Mapping[str, torch.Tensor]:

@@ -148,7 +148,7 @@ class VllmLoader(SecondLoad):
                 found[f"what {f.name} answers"] = _answer_of(f.module)
         return found
 
-    def _find(self) -> Iterator[Found]:
+    def _find(self) -> list[Found]:
         return tensors.find_all([("target", self._model)])
 
     def _weights(self) -> Mapping[str, torch.Tensor]:

@@ -261,8 +261,8 @@ class CudaIpcTransport:
     def close(self) -> None:
         """Takes this side's epoch off the device, waits for what this side launched and for copies that peers had queued for
         its memory, and unmaps its peers."""
-        if self._unusable == "closed" or os.getpid() != self._pid:
-            check_usable(self._here, self._unusable, self._pid)
+        # One that is poisoned is to be closed all the same.
+        check_usable(self._here, "closed" if self._unusable == "closed" else None, self._pid)
         self._unusable = "closed"
         try:
             self._gate.shut()  # before anything that may fail
@@ -297,7 +297,7 @@ class CudaIpcTransport:
         peer = self._peers[batch.endpoint]
         made = self._made(batch, peer, reads)
         caller = self._torch.cuda.current_stream(self._device)
-        events, missed, refused = [], None, False
+        events, refused = [], False
         try:
             with self._torch.cuda.device(self._device):
                 # What the caller's stream still does to the local bytes comes first.
@@ -308,12 +308,12 @@ class CudaIpcTransport:
                     events.append(self._engine.stream.record_event())
                 if made.kernel is not None:
                     local, remote, blocks, word = made.kernel
-                    missed = made.missed
                     with self._torch.cuda.stream(self._stream):
                         for event in before:
                             self._stream.wait_event(event)
                         source, target = (remote, local) if reads else (local, remote)
-                        self._kernels.launch_copy(source, target, blocks, word, (peer.epoch_at, batch.endpoint.epoch, missed))
+                        fence = peer.epoch_at, batch.endpoint.epoch, made.missed
+                        self._kernels.launch_copy(source, target, blocks, word, fence)
                         events.append(self._stream.record_event())
         except BaseException as error:
             self._unusable = f"a batch could not be queued: {error}"  # as a whole; some of it may be under way
@@ -321,7 +321,7 @@ class CudaIpcTransport:
                 raise failed_range(batch, 0, f"cannot be queued: {error}", _code(error)) from error
             raise
         ticket = Ticket(next(self._tickets), batch)
-        self._flights[ticket.id] = _Flight(batch, tuple(events), missed, refused, time.monotonic())
+        self._flights[ticket.id] = _Flight(batch, tuple(events), made.missed, refused, time.monotonic())
         return ticket
 
     def _made(self, batch: Batch, peer: _Peer, reads: bool) -> _Prepared:
