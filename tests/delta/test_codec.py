@@ -14,18 +14,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weight_sync.delta.codec import (
-    HEADER_BYTES,
-    RECORD_BYTES,
     WORDS,
     Change,
-    Kind,
-    Label,
     Record,
     decode,
     encode,
     message_bytes,
     most_elements,
     write_message,
+)
+from weight_sync.delta.message import (
+    HEADER_BYTES,
+    LANES,
+    RECORD_BYTES,
+    XXH3,
+    Kind,
+    Label,
+    body_digest,
+    directory_end,
+    records_in,
 )
 from weight_sync.delta.spec import LEAST_STAGING, Base, DeltaSpec
 from weight_sync.errors import DeltaError
@@ -53,9 +60,25 @@ def records_of(old: Any, new: Any, span: int) -> list[Record]:
     return found
 
 
-def message(records: list[tuple[int, Record]], label: Label = LABEL) -> Any:
+def tiled(record_first: int, words: Any, positions: Any) -> Record:
+    """As a GPU would encode it: tile by tile, as the format says."""
+    counts, places, values = [], [], []
+    for low in range(0, len(words), 256):
+        high = min(low + 256, len(words))
+        mine = [int(p) for p in positions if low <= p < high]
+        if len(mine) >= 255:
+            mine = list(range(low, high))
+        counts.append(min(len(mine), 255))
+        places += [p - low for p in mine]
+        values += [words[p] for p in mine]
+    index = np.asarray(counts + places, np.uint8)
+    new = np.asarray(values, words.dtype)
+    return Record(Kind.TILES, words.itemsize, record_first, len(words), len(new), index, new.view(np.uint8))
+
+
+def message(records: list[tuple[int, Record]], label: Label = LABEL, kind: str = XXH3) -> Any:
     out = np.full(message_bytes(record for _, record in records) + 64, 0xEE, np.uint8)
-    used = write_message(out, label, records)
+    used = write_message(out, label, records, kind)
     assert used == len(out) - 64
     assert (out[used:] == 0xEE).all(), "nothing is written behind a message"
     return out[:used]
@@ -107,6 +130,36 @@ def test_a_changed_bf16_element_costs_as_few_bytes_as_the_format_promises(share:
     (record,) = records_of(old, new, 1 << 18)
     assert record.kind == kind
     assert record.nbytes / (old != new).sum() < most
+
+
+@QUICK
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3000), st.sampled_from([1, 2, 4, 8]), st.sampled_from([0.01, 0.5, 0.996, 1.0]))
+@pytest.mark.parametrize("kind", [XXH3, LANES])
+def test_what_a_gpu_tells_tile_by_tile_comes_back(kind: str, seed: int, numel: int, size: int, share: float) -> None:
+    old, new = drawn(seed, numel, size, share)
+    positions = np.flatnonzero(old != new)
+    if not len(positions):
+        return
+    raw = message([(0, tiled(0, new, positions))], kind=kind)
+    words = [old]
+    apply(decode(raw, LABEL, [(numel, size)], kind), words)
+    assert np.array_equal(words[0], new)
+    raw[-1 - len(raw) // 3] ^= 1
+    with pytest.raises(DeltaError, match="not those that were sent"):
+        decode(raw, LABEL, [(numel, size)], kind)
+
+
+@pytest.mark.parametrize("numel", [1, 254, 255, 256, 257, 511, 512])
+@pytest.mark.parametrize("unchanged", [0, 1, 2])
+def test_tiles_of_which_all_or_nearly_all_changed(numel: int, unchanged: int) -> None:
+    old, new = np.zeros(numel, np.uint16), np.arange(1, numel + 1).astype(np.uint16)
+    new[:unchanged] = old[:unchanged]
+    positions = np.flatnonzero(new)
+    if not len(positions):
+        return
+    words = [old]
+    apply(decode(message([(0, tiled(0, new, positions))]), LABEL, [(numel, 2)]), words)
+    assert np.array_equal(words[0], new)
 
 
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 65534, 65535, 65536, 131070, 200000])
@@ -164,7 +217,7 @@ def test_any_byte_that_is_another_one_is_refused(at: int, flip: int) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 8])
 def test_a_message_that_is_cut_off_is_refused(nbytes: int) -> None:
-    with pytest.raises(DeltaError, match=r"bytes, a header alone has 128|another (size|number of records)"):
+    with pytest.raises(DeltaError, match=r"bytes, a header alone has 144|another (size|number of records)|ends before its"):
         decode(good()[:nbytes], LABEL, SIZES)
     with pytest.raises(DeltaError, match="another size"):
         decode(np.append(good(), np.zeros(8, np.uint8)), LABEL, SIZES)
@@ -188,10 +241,12 @@ def test_a_message_for_somebody_else_is_refused_by_what_differs(expects: Label, 
 
 
 def sealed(raw: Any) -> Any:
-    """The same bytes with a digest that fits them: what a sender with a mistake would write."""
+    """The same bytes with digests that fit them: what a sender with a mistake would write."""
     raw = raw.copy()
+    end = min(directory_end(records_in(raw, LABEL)), len(raw))
+    raw[HEADER_BYTES - 32 : HEADER_BYTES - 16] = np.frombuffer(body_digest(XXH3, raw[end:]), np.uint8)
     raw[HEADER_BYTES - 16 : HEADER_BYTES] = 0
-    raw[HEADER_BYTES - 16 : HEADER_BYTES] = np.frombuffer(xxhash.xxh3_128_digest(raw.data), np.uint8)
+    raw[HEADER_BYTES - 16 : HEADER_BYTES] = np.frombuffer(xxhash.xxh3_128_digest(raw[:end].data), np.uint8)
     return raw
 
 
@@ -226,6 +281,41 @@ def _two(first: int) -> Callable[[], Any]:
 FIRST = HEADER_BYTES
 
 
+def _tiles(index: list[int], values: int, span: int = 400) -> Callable[[], Any]:
+    """A message of one record of tiles, of `span` elements."""
+
+    def make() -> Any:
+        held = Record(Kind.TILES, 2, 0, span, values, np.asarray(index, np.uint8), np.zeros(2 * values, np.uint8))
+        return message([(0, held)])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (_tiles([2, 1, 3, 200, 143], 3), None),
+        (_tiles([2, 1, 3, 3, 143], 3), "not in order"),
+        (_tiles([2, 1, 4, 3, 143], 3), "not in order"),
+        (_tiles([2, 1, 3, 200, 144], 3), "a tile that it does not have"),
+        (_tiles([2, 2, 3, 200, 143], 3), "tiles of 4 elements, not 3"),
+        (_tiles([3, 1, 3, 200, 143], 3), "tiles of 4 elements, not 3"),
+        (_tiles([0, 145, *range(145)], 145), "or of more than they have"),
+        (_tiles([0, 255, *range(144)], 144), None),
+        (_tiles([0, 255, *range(143)], 143), "tiles of 144 elements, not 143"),
+        (_tiles([255, 0, *range(255), 255], 256), None),
+        (_tiles([2, 1, 3, 200], 3), "4 bytes for 2 tiles and 3 values"),
+        (_tiles([2, 1, 3, 200, 143, 0], 3), "6 bytes for 2 tiles and 3 values"),
+    ],
+)
+def test_tiles_that_are_not_as_the_format_says_are_refused_even_with_a_digest_that_fits(make: Any, says: str | None) -> None:
+    if says is None:
+        assert decode(make(), LABEL, [(400, 2)])
+        return
+    with pytest.raises(DeltaError, match=says):
+        decode(make(), LABEL, [(400, 2)])
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -248,16 +338,18 @@ FIRST = HEADER_BYTES
         (_record(changed=17), "17 of 16 elements"),
         (_record(changed=9, span=9), "leave the message"),
         (_record(span=0, changed=0), "0 of 0 elements"),
-        (_poke(FIRST + 4, "B", 4), "unknown kind 4"),
+        (_poke(FIRST + 4, "B", 5), "unknown kind 5"),
         (_poke(FIRST + 6, "H", 1), "reserved bytes in use"),
         (_poke(FIRST + 28, "I", 1), "reserved bytes in use"),
         (_poke(FIRST + 24, "I", 1 << 20), "leave the message"),
         (_poke(FIRST + RECORD_BYTES + 4, "B", 9), "bytes between its parts are not zero"),
         (_poke(FIRST + RECORD_BYTES + 12, "B", 9), "bytes between its parts are not zero"),
-        (_poke(12, "I", 2), "the message ends before it"),
+        (_poke(12, "I", 3), "the message ends before its 3 records"),
         (_poke(12, "I", 0), "bytes behind its last record"),
-        (_poke(8, "H", 2), "another format"),
-        (_poke(10, "H", 1), "another reserved bytes"),
+        (_poke(FIRST + 8, "Q", 2**63 - 1), "are not in the plan"),
+        (_poke(FIRST + 8, "Q", 2**64 - 1), "are not in the plan"),
+        (_poke(8, "H", 1), "another format"),
+        (_poke(10, "H", 1), "another kind of digest"),
         (_poke(0, "B", 0x57), "another magic"),
         (_two(6), "overlaps what came before"),
         (_two(0), "comes late"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync.session.delta_source import different
+from weight_sync.session.delta_snapshot import different
 
 
 @settings(max_examples=100, deadline=None)

@@ -314,7 +314,7 @@ def test_another_attempt_of_the_same_sync_is_complete() -> None:
     [
         ({}, [0, SMALL.staging - 8, 64], r"bytes \[\d+, \d+\) of a staging buffer of 4096 bytes"),
         ({}, [0, -8, 64], "staging buffer"),
-        ({}, [0, 0, 8], "8 bytes, a header alone has 128"),
+        ({}, [0, 0, 8], "8 bytes, a header alone has 144"),
         ({"version": 1}, [0, 0, 256], "the delta applies to version 1"),
         ({"session": "1-beef"}, [0, 0, 256], "session 1-beef"),
         ({"digest": "0" * 32}, [0, 0, 256], "another (number of records|base digest|size|session)"),

@@ -213,6 +213,7 @@ def bind_engines(
         if delta is not None:  # what changed arrives where pieces to be unpacked do
             for table in made.values():
                 table["stage_bytes"] = max(table["stage_bytes"], delta.staging)
+                table["deltas"] = True
         return made
 
     answers = on_each([engines[i] for i in places], lambda i, engine: engine.bind(tables(places[i]), deadline), deadline)

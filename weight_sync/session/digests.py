@@ -6,6 +6,7 @@ Both sides of a plan use one kind of digest (`kind_for`): xxh3 where all memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,13 +14,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from weight_sync.delta.message import LANES, XXH3, body_digest, lanes_digest
 from weight_sync.device.lanes import Lanes, finish
 from weight_sync.device.tables import Box, Tables
 from weight_sync.errors import VerifyError, listed
-from weight_sync.session.arrays import to_host
+from weight_sync.session.arrays import on_host, to_host
 
-XXH3 = "xxh3"
-LANES = "lanes"
 DIGITS = 16
 """Hex digits of a digest."""
 _CHUNK = 8 << 20
@@ -230,6 +230,20 @@ class _Order:
 def _members(keys: Sequence[Any], known: tuple[list[Any], list[Any]], even: list[int]) -> list[Any]:
     """The keys at `even`, in practice those of the last time: `known` has all of them then, and these."""
     return known[1] if list(keys) == known[0] else [keys[i] for i in even]
+
+
+def digest_of_bytes(kind: str, view: Any) -> bytes:
+    """Of contiguous bytes, whole 8-byte words on a GPU: as messages of deltas carry it (weight_sync.delta.message)."""
+    if on_host(view):
+        return body_digest(kind, view)
+    import torch  # pyright: ignore[reportMissingImports]
+
+    from weight_sync.device import kernels
+
+    tables = Tables.of_ranges(np.asarray([view.data_ptr()], np.int64), np.asarray([view.nbytes], np.int64), 8)
+    with torch.cuda.device(view.device) if view.device.type == "cuda" else nullcontext():
+        total = kernels.launch_digest(*tables.in_two(view.device, kernels.PER_PROGRAM)).cpu().numpy().view(np.uint64)
+    return lanes_digest(int(finish(total, np.asarray([view.nbytes], np.uint64))[0]))
 
 
 def split_digests(text: str) -> list[str]:

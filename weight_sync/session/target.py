@@ -41,7 +41,7 @@ from typing import Any
 from weight_sync.errors import BindError, SessionError, VerifyError, listed
 from weight_sync.ids import Deadline
 from weight_sync.session.contracts import RankDescription
-from weight_sync.session.delta_target import patch
+from weight_sync.session.delta_target import DeltaTarget
 from weight_sync.session.digests import XXH3, Digests
 from weight_sync.session.gate import Gate
 from weight_sync.session.memory import Memory, memory_of
@@ -89,6 +89,7 @@ class TargetAgent:
         self._gate = Gate(f"rollout rank {rank}")
         self._unfenced: str | None = None
         self._untouched: Untouched | None = None
+        self._delta: DeltaTarget | None = None
         self._before: dict[str, str] = {}
         self._told = ""
         self._snapshot: Snapshot | None = None
@@ -169,6 +170,7 @@ class TargetAgent:
             raise
         self._memory, self._stage, self._table = memory, stage, dict(table)
         self._untouched = Untouched(memory, self._table)
+        self._delta = DeltaTarget(memory, self._table) if table.get("deltas") else None
         return self._binding()
 
     def _beside(self, table: Mapping[str, Any]) -> Placing:
@@ -255,7 +257,9 @@ class TargetAgent:
     def _patch(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, table = self._in_session(payload)
         self._not_moved(memory)
-        return patch(memory, table, self._stage, self._held, self._epoch(memory), payload)
+        if self._delta is None:
+            raise SessionError(f"rollout rank {self.rank}: patch, but it was bound without deltas")
+        return self._delta.patch(table, self._stage, self._held, self._epoch(memory), payload)
 
     def _pull(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         memory, table = self._in_session(payload)
@@ -383,7 +387,7 @@ class TargetAgent:
             except BaseException as error:
                 self._unfenced = f"{type(error).__name__}: {error}"
                 raise
-        self._memory = self._stage = self._untouched = self._snapshot = None
+        self._memory = self._stage = self._untouched = self._delta = self._snapshot = None
         placing, self._placing = self._placing, None
         if placing is not None:
             placing.loader.abandon()

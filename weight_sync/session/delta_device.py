@@ -1,0 +1,296 @@
+"""Finding and encoding what changed on a GPU: thousands of regions in one launch, bodies stay in its memory.
+
+Regions are compared where they lie with the snapshot, in chunks; what changed is told tile by tile (Kind.TILES of
+weight_sync.delta.codec). The host sees of each record how many elements changed, and lays out its body. Besides the encoded
+changes themselves it takes a fixed amount of memory for a while (POOL, and a byte for each tile of a chunk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weight_sync.delta.codec import ALL, TILE
+from weight_sync.delta.message import HEADER_BYTES, RECORD, RECORD_BYTES, Kind, body_bytes
+from weight_sync.device.lanes import finish
+from weight_sync.device.tables import Box, Tables
+from weight_sync.layout.table import Ints
+
+CHUNK = {"device": 4 << 30, "host": 256 << 20}
+"""Bytes of the snapshot that are compared at a time, by where it is kept."""
+POOL = 256 << 20
+"""Bytes for what changed in a chunk; where more did, it is emptied and the rest of the chunk is looked at again."""
+COPYING = 512
+"""Programs of copies inside one GPU's memory, beside nothing else."""
+_SPAN = 2 << 20
+"""Most bytes of one record's elements."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """What changed in some regions. directory: its records, `transfer` being the number of the region; at: byte of `bodies`
+    at which each one's body begins. bodies: uint8, on the GPU; None where it would take more than is left."""
+
+    directory: NDArray[Any]
+    at: Ints
+    bodies: Any
+
+    def nbytes(self, copies: Ints) -> int:
+        """Of all its records, each copies[region] times."""
+        return int(((body_bytes(self.directory) + RECORD_BYTES) * copies[self.directory["transfer"]]).sum())
+
+
+class DeviceChanges:
+    """The regions of a rank that a GPU compares by itself.
+
+    numbers, boxes, start: of each region its number, where it lies, and at which byte of the snapshot. message: most bytes of a
+    message.
+    """
+
+    def __init__(self, device: Any, numbers: Sequence[int], boxes: Sequence[Box], start: Sequence[int], message: int) -> None:
+        from weight_sync.device import changes
+
+        self._device = device
+        words = min(_SPAN, message - HEADER_BYTES - RECORD_BYTES) // 8 // changes.UNIT * changes.UNIT
+        self._groups: list[_Group] = []
+        self.numbers: list[int] = []
+        for size in sorted({box[1] for box in boxes}):
+            mine = [i for i, box in enumerate(boxes) if box[1] == size and words > 0 and Tables([box]).word == 8]
+            if mine:
+                group = _Group(
+                    size, [numbers[i] for i in mine], Tables([boxes[i] for i in mine], 8), [start[i] for i in mine], words
+                )
+                self._groups.append(group)
+                self.numbers += group.numbers
+
+    def find(self, snapshot: Any, left: int, copies: Ints) -> Iterator[Found]:
+        """What differs from the snapshot (uint8, in host memory or on the GPU), which is brought up to date.
+
+        left: bytes that all records may take, each counted copies[region] times. Ends with bodies of None where they take more.
+        """
+        import torch  # pyright: ignore[reportMissingImports] - what is on a GPU is a torch tensor
+
+        chunk = CHUNK["device" if isinstance(snapshot, torch.Tensor) else "host"]
+        with self.current():
+            for group in self._groups:
+                group.begin(self._device)
+                for part in group.parts(chunk):
+                    found = self._part(group, part, snapshot, left, copies)
+                    yield found
+                    if found.bodies is None:
+                        return
+                    left -= found.nbytes(copies)
+
+    def store(self, snapshot: Any) -> None:
+        """Copy all regions into the snapshot."""
+        import torch  # pyright: ignore[reportMissingImports]
+
+        from weight_sync.device import kernels
+
+        chunk = CHUNK["device" if isinstance(snapshot, torch.Tensor) else "host"]
+        with self.current():
+            for group in self._groups:
+                group.begin(self._device)
+                for part in group.parts(chunk):
+                    known = torch.as_tensor(snapshot[part.low : part.high])
+                    there = known if isinstance(snapshot, torch.Tensor) else known.to(self._device, copy=True)
+                    target = group.copies.clone()
+                    target[:, 0] += int(there.data_ptr()) - part.low
+                    kernels.launch_copy(group.table, target, part.blocks, 8, programs=COPYING)
+                    if there is not known:
+                        known.copy_(there)
+
+    def digests(self) -> dict[int, str]:
+        """By number of the region, of the words that find() compared to its end: 16 hex digits."""
+        return {number: digest for group in self._groups for number, digest in group.digests().items()}
+
+    def _part(self, group: _Group, part: _Part, snapshot: Any, left: int, copies: Ints) -> Found:
+        """One chunk. A snapshot in host memory is brought here for it, and taken back."""
+        import torch  # pyright: ignore[reportMissingImports]
+
+        if isinstance(snapshot, torch.Tensor):
+            return self._compared(group, part, snapshot[part.low : part.high], left, copies)
+        known = torch.from_numpy(snapshot[part.low : part.high])
+        there = known.to(self._device, copy=True)
+        found = self._compared(group, part, there, left, copies)
+        known.copy_(there)
+        return found
+
+    def _compared(self, group: _Group, part: _Part, known: Any, left: int, copies: Ints) -> Found:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        from weight_sync.device import changes, kernels
+
+        here, size, units = self._device, group.size, len(part.record)
+        room = max(POOL // (1 + size), changes.UNIT * 8 // size)
+        places = torch.empty(room, dtype=torch.uint8, device=here)
+        values = torch.empty(room * size, dtype=torch.uint8, device=here).view(_word(size))
+        held = torch.empty(units * changes.tiles_of(size, TILE), dtype=torch.uint8, device=here)
+        count = torch.zeros(units, dtype=torch.int32, device=here)
+        place_of = torch.full((units,), changes.TO_DO, dtype=torch.int64, device=here)
+        cursor = torch.zeros(1, dtype=torch.int64, device=here)
+
+        def look() -> None:
+            changes.launch_find(
+                group.table, part.blocks, group.known, known.data_ptr() - part.low, group.sums, held, count, place_of, cursor,
+                places, values, size, TILE, ALL,
+            )  # fmt: skip
+
+        look()
+        upto = torch.cumsum(count, 0, dtype=torch.int64)
+        before = upto - count
+        numbers = torch.cat([cursor, upto[part.last_unit] - before[part.first_unit]]).cpu().numpy()
+        wanted, changed = int(numbers[0]), numbers[1:]
+        found, at, layout = part.laid_out(changed, size)
+        if Found(found, at, None).nbytes(copies) > left:
+            return Found(found, at, None)
+        bodies = torch.zeros(int(body_bytes(found).sum()), dtype=torch.uint8, device=here)
+        base = int(bodies.data_ptr())
+        tiles, index_at, values_at = torch.from_numpy(layout).to(here)
+        index_at += base * (index_at >= 0) + (index_at < 0)  # 0 where there are no tiles
+        values_at += base
+        while True:
+            changes.launch_gather(
+                part.record, count, place_of, before, held, places, values, part.first_unit, tiles, index_at, values_at, size,
+                TILE,
+            )  # fmt: skip
+            if wanted <= room:
+                break
+            cursor.zero_()
+            look()
+            wanted = int(cursor)
+        dense = found["kind"] == Kind.DENSE
+        if dense.any():
+            source = known.data_ptr() - part.low + part.known_at[changed > 0][dense]
+            nbytes = found["span"][dense].astype(np.int64) * size
+            word = size if size == 8 else _common(source, nbytes, size)
+            one, other = Tables.of_ranges(source, nbytes, word), Tables.of_ranges(base + at[dense], nbytes, word)
+            table, blocks = one.on(here, kernels.PER_PROGRAM)
+            kernels.launch_copy(table, torch.from_numpy(other.table).to(here), blocks, word)
+        return Found(found, at, bodies)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """The tensors' device, for launches."""
+        import torch  # pyright: ignore[reportMissingImports]
+
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+
+class _Group:
+    """Regions whose elements have one size."""
+
+    def __init__(self, size: int, numbers: list[int], tables: Tables, start: list[int], words: int) -> None:
+        self.size, self.numbers, self._tables, self._words = size, numbers, tables, words
+        self._start = np.asarray(start, np.int64)[tables.owner] + tables.table[:, 6] * 8
+        """Byte of the snapshot at which each row of the table begins."""
+        self._nbytes = np.zeros(len(numbers), np.int64)
+        np.add.at(self._nbytes, tables.owner, tables.table[:, 5] * 8)
+        self._parts: dict[int, list[_Part]] = {}
+        self.table: Any = None
+        self.copies: Any = None
+        """The same rows, contiguous, by byte of the snapshot."""
+        self.known: Any = None
+        self.sums: Any = None
+
+    def begin(self, device: Any) -> None:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        if self.table is None:
+            self.table = torch.from_numpy(self._tables.table).to(device)
+            self.known = torch.from_numpy(self._start).to(device)
+            copies = Tables.of_ranges(self._start, self._tables.table[:, 5] * 8, 8).table
+            self.copies = torch.from_numpy(copies).to(device)
+        self.sums = torch.zeros(len(self._tables.table), dtype=torch.int64, device=device)
+
+    def parts(self, chunk: int) -> list[_Part]:
+        """Rows whose snapshot lies within `chunk` bytes. Made once."""
+        if chunk not in self._parts:
+            ends = self._start + self._tables.table[:, 5] * 8
+            cuts, low = [0], 0
+            for row, (start, end) in enumerate(zip(self._start.tolist(), ends.tolist(), strict=True)):
+                if row > cuts[-1] and end - low > chunk:
+                    cuts.append(row)
+                if row == cuts[-1]:
+                    low = start
+            bounds = zip(cuts, [*cuts[1:], len(ends)], strict=True)
+            numbers = np.asarray(self.numbers, np.int64)[self._tables.owner]
+            self._parts[chunk] = [
+                _Part(self._tables, self._start, numbers, self.size, self._words, a, b, self.table.device) for a, b in bounds
+            ]
+        return self._parts[chunk]
+
+    def digests(self) -> dict[int, str]:
+        totals = np.zeros(len(self.numbers), np.uint64)
+        np.add.at(totals, self._tables.owner, self.sums.cpu().numpy().view(np.uint64))
+        found = finish(totals, self._nbytes.astype(np.uint64))
+        return {number: f"{value:016x}" for number, value in zip(self.numbers, found.tolist(), strict=True)}
+
+
+class _Part:
+    """Rows [first, end) of a group: which programs compare them, and the records that they are cut into."""
+
+    def __init__(
+        self, tables: Tables, start: Ints, numbers: Ints, size: int, words: int, first: int, end: int, device: Any
+    ) -> None:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        from weight_sync.device import changes, kernels
+
+        rows = np.zeros(len(start), np.bool_)
+        rows[first:end] = True
+        self.low, self.high = int(start[first]), int((start + tables.table[:, 5] * 8)[first:end].max())
+        self.blocks = tables.blocks_on(device, kernels.PER_PROGRAM, rows)
+        total = tables.table[first:end, 5]
+        programs = -(-total // kernels.PER_PROGRAM)
+        unit = (np.cumsum(programs) - programs) * changes.LOOPS  # the first of each row
+        count = -(-total // words)  # records of each row
+        row = np.repeat(np.arange(len(total)), count)
+        word = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)) * words
+        each = 8 // size
+        self._number = numbers[first:end][row]
+        self._first = (tables.table[first:end, 6][row] + word) * each
+        self._span = np.minimum(total[row] - word, words) * each
+        self.known_at = start[first:end][row] + word * 8
+        units = -(-np.minimum(total[row] - word, words) // changes.UNIT)
+        begin = unit[row] + word // changes.UNIT
+        record = np.full(int(programs.sum()) * changes.LOOPS, -1, np.int32)
+        index = np.arange(int(units.sum())) + np.repeat(begin - (np.cumsum(units) - units), units)
+        record[index] = np.repeat(np.arange(len(row)), units)
+        self.record = torch.from_numpy(record).to(device)
+        self.first_unit = torch.from_numpy(begin).to(device)
+        self.last_unit = torch.from_numpy(begin + units - 1).to(device)
+
+    def laid_out(self, changed: Ints, size: int) -> tuple[NDArray[Any], Ints, Ints]:
+        """From the elements told of each record: the directory of those with any; where their bodies lie; and [3, records]
+        tiles, byte of the index (-1: none) and of the values."""
+        tiles = -(-self._span // TILE)
+        index, values = tiles + changed, changed * size
+        tiled = -(-index // 8) * 8 + -(-values // 8) * 8
+        dense = tiled >= -(-self._span * size // 8) * 8
+        directory = np.zeros(len(changed), RECORD)
+        directory["transfer"], directory["itemsize"] = self._number, size
+        directory["kind"] = np.where(dense, Kind.DENSE, Kind.TILES)
+        directory["first"], directory["span"] = self._first, self._span
+        directory["changed"] = np.where(dense, self._span, changed)
+        directory["index"] = np.where(dense, 0, index)
+        some = changed > 0
+        sizes = np.where(some, body_bytes(directory), 0)
+        at = np.cumsum(sizes) - sizes
+        layout = np.stack([tiles, np.where(some & ~dense, at, -1), at + -(-index // 8) * 8])
+        return directory[some], at[some], layout
+
+
+def _word(size: int) -> Any:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+
+
+def _common(at: Ints, nbytes: Ints, size: int) -> int:
+    """The largest word that all addresses and sizes are multiples of."""
+    return next(word for word in (8, 4, 2, size) if not ((at | nbytes) % word).any())
