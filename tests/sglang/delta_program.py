@@ -77,9 +77,9 @@ def laid_down(encoded: Encoded, directory: Any, message: int) -> list[Any]:
     return rooms
 
 
-def round_trip(seed: int, shares: list[float], on_host: bool, pool: int, chunk: int, message: int) -> set[int]:
+def round_trip(seed: int, shares: list[float], on_host: bool, chunk: int, message: int) -> set[int]:
     rng = np.random.default_rng(seed)
-    delta_device.POOL, delta_device.CHUNK = pool, {"device": chunk, "host": chunk}
+    delta_device.CHUNK = {"device": chunk, "host": chunk}
     shapes = [
         (2, (33000,)), (2, (3, 5, 64, 40)), (1, (8, 2048)), (4, (5000,)), (8, (1200,)), (2, (256,)), (2, (4,)), (1, (8,)),
         (2, (2, 3, 2, 8, 64)), (4, (2, 255 * 8)), (2, (3,)),
@@ -212,9 +212,9 @@ if __name__ == "__main__":
         over()
     else:
         kinds = {
-            "device": lambda: round_trip(1, [0.02, 0.0, 0.6, 0.997], False, 1 << 20, 1 << 20, 1 << 15),
-            "host": lambda: round_trip(2, [0.05, 1.0], True, 1 << 20, 1 << 15, 1 << 20),
-            "passes": lambda: round_trip(3, [0.5, 0.01], False, 1, 1 << 20, 1 << 16),
+            "device": lambda: round_trip(1, [0.02, 0.0, 0.6, 0.997], False, 1 << 20, 1 << 15),
+            "host": lambda: round_trip(2, [0.05, 1.0], True, 1 << 15, 1 << 20),
+            "chunks": lambda: round_trip(3, [0.3, 0.01], False, 1, 1 << 16),
         }[case]()
         print(sorted(kinds))
     print("equal")

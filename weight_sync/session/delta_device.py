@@ -2,7 +2,7 @@
 
 Regions are compared where they lie with the snapshot, in chunks; what changed is told tile by tile (Kind.TILES of
 weight_sync.delta.codec). The host sees of each record how many elements changed, and lays out its body. Besides the encoded
-changes themselves it takes a fixed amount of memory for a while (POOL, and a byte for each tile of a chunk).
+changes themselves it takes an eighth of a chunk of memory, for flags.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from weight_sync.device.lanes import finish
 from weight_sync.device.tables import Box, Tables
 from weight_sync.layout.table import Ints
 
-CHUNK = {"device": 4 << 30, "host": 256 << 20}
+CHUNK = {"device": 2 << 30, "host": 256 << 20}
 """Bytes of the snapshot that are compared at a time, by where it is kept."""
-POOL = 256 << 20
-"""Bytes for what changed in a chunk; where more did, it is emptied and the rest of the chunk is looked at again."""
 COPYING = 512
 """Programs of copies inside one GPU's memory, beside nothing else."""
 _SPAN = 2 << 20
@@ -101,7 +99,8 @@ class DeviceChanges:
                     there = known if isinstance(snapshot, torch.Tensor) else known.to(self._device, copy=True)
                     target = group.copies.clone()
                     target[:, 0] += int(there.data_ptr()) - part.low
-                    kernels.launch_copy(group.table, target, part.blocks, 8, programs=COPYING)
+                    for blocks in part.blocks:
+                        kernels.launch_copy(group.table, target, blocks, 8, programs=COPYING)
                     if there is not known:
                         known.copy_(there)
 
@@ -126,50 +125,27 @@ class DeviceChanges:
 
         from weight_sync.device import changes, kernels
 
-        here, size, units = self._device, group.size, len(part.record)
-        room = max(POOL // (1 + size), changes.UNIT * 8 // size)
-        places = torch.empty(room, dtype=torch.uint8, device=here)
-        values = torch.empty(room * size, dtype=torch.uint8, device=here).view(_word(size))
-        held = torch.empty(units * changes.tiles_of(size, TILE), dtype=torch.uint8, device=here)
-        count = torch.zeros(units, dtype=torch.int32, device=here)
-        place_of = torch.full((units,), changes.TO_DO, dtype=torch.int64, device=here)
-        cursor = torch.zeros(1, dtype=torch.int64, device=here)
-
-        def look() -> None:
-            changes.launch_find(
-                group.table, part.blocks, group.known, known.data_ptr() - part.low, group.sums, held, count, place_of, cursor,
-                places, values, size, TILE, ALL,
-            )  # fmt: skip
-
-        look()
-        upto = torch.cumsum(count, 0, dtype=torch.int64)
-        before = upto - count
-        numbers = torch.cat([cursor, upto[part.last_unit] - before[part.first_unit]]).cpu().numpy()
-        wanted, changed = int(numbers[0]), numbers[1:]
+        here, size = self._device, group.size
+        flags = torch.empty(len(part.record) * changes.UNIT, dtype=torch.uint8, device=here)
+        base = known.data_ptr() - part.low
+        changes.launch_compare(group.table, *part.blocks, group.known, base, group.sums, flags, size)
+        flagged = changes.Flagged(flags, part.record, part.first_unit, part.span, size, TILE, ALL)
+        changed = flagged.count(part.last_unit).cpu().numpy()
         found, at, layout = part.laid_out(changed, size)
         if Found(found, at, None).nbytes(copies) > left:
             return Found(found, at, None)
         bodies = torch.zeros(int(body_bytes(found).sum()), dtype=torch.uint8, device=here)
-        base = int(bodies.data_ptr())
-        tiles, index_at, values_at = torch.from_numpy(layout).to(here)
-        index_at += base * (index_at >= 0) + (index_at < 0)  # 0 where there are no tiles
-        values_at += base
-        while True:
-            changes.launch_gather(
-                part.record, count, place_of, before, held, places, values, part.first_unit, tiles, index_at, values_at, size,
-                TILE,
-            )  # fmt: skip
-            if wanted <= room:
-                break
-            cursor.zero_()
-            look()
-            wanted = int(cursor)
+        to = int(bodies.data_ptr())
+        layout[0] += base
+        layout[1] = np.where(layout[1] < 0, 0, layout[1] + to)
+        layout[2] += to
+        flagged.emit(*torch.from_numpy(layout).to(here))
         dense = found["kind"] == Kind.DENSE
         if dense.any():
-            source = known.data_ptr() - part.low + part.known_at[changed > 0][dense]
+            source = base + part.known_at[changed > 0][dense]
             nbytes = found["span"][dense].astype(np.int64) * size
             word = size if size == 8 else _common(source, nbytes, size)
-            one, other = Tables.of_ranges(source, nbytes, word), Tables.of_ranges(base + at[dense], nbytes, word)
+            one, other = Tables.of_ranges(source, nbytes, word), Tables.of_ranges(to + at[dense], nbytes, word)
             table, blocks = one.on(here, kernels.PER_PROGRAM)
             kernels.launch_copy(table, torch.from_numpy(other.table).to(here), blocks, word)
         return Found(found, at, bodies)
@@ -244,10 +220,14 @@ class _Part:
         rows = np.zeros(len(start), np.bool_)
         rows[first:end] = True
         self.low, self.high = int(start[first]), int((start + tables.table[:, 5] * 8)[first:end].max())
-        self.blocks = tables.blocks_on(device, kernels.PER_PROGRAM, rows)
+        self.blocks = tuple(tables.blocks_on(device, kernels.PER_PROGRAM, rows & kind) for kind in (tables.plain, ~tables.plain))
         total = tables.table[first:end, 5]
         programs = -(-total // kernels.PER_PROGRAM)
-        unit = (np.cumsum(programs) - programs) * changes.LOOPS  # the first of each row
+        # Flags, and so units, are in the order of the blocks: of all plain rows, then of the others.
+        plain = tables.plain[first:end]
+        order = np.argsort(~plain, kind="stable")
+        unit = np.empty_like(programs)  # the first of each row
+        unit[order] = (np.cumsum(programs[order]) - programs[order]) * changes.UNITS
         count = -(-total // words)  # records of each row
         row = np.repeat(np.arange(len(total)), count)
         word = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)) * words
@@ -255,10 +235,11 @@ class _Part:
         self._number = numbers[first:end][row]
         self._first = (tables.table[first:end, 6][row] + word) * each
         self._span = np.minimum(total[row] - word, words) * each
+        self.span = torch.from_numpy(self._span).to(device)
         self.known_at = start[first:end][row] + word * 8
         units = -(-np.minimum(total[row] - word, words) // changes.UNIT)
         begin = unit[row] + word // changes.UNIT
-        record = np.full(int(programs.sum()) * changes.LOOPS, -1, np.int32)
+        record = np.full(int(programs.sum()) * changes.UNITS, -1, np.int32)
         index = np.arange(int(units.sum())) + np.repeat(begin - (np.cumsum(units) - units), units)
         record[index] = np.repeat(np.arange(len(row)), units)
         self.record = torch.from_numpy(record).to(device)
@@ -267,7 +248,7 @@ class _Part:
 
     def laid_out(self, changed: Ints, size: int) -> tuple[NDArray[Any], Ints, Ints]:
         """From the elements told of each record: the directory of those with any; where their bodies lie; and [3, records]
-        tiles, byte of the index (-1: none) and of the values."""
+        byte of the snapshot, byte of the index (-1: none) and of the values."""
         tiles = -(-self._span // TILE)
         index, values = tiles + changed, changed * size
         tiled = -(-index // 8) * 8 + -(-values // 8) * 8
@@ -281,14 +262,8 @@ class _Part:
         some = changed > 0
         sizes = np.where(some, body_bytes(directory), 0)
         at = np.cumsum(sizes) - sizes
-        layout = np.stack([tiles, np.where(some & ~dense, at, -1), at + -(-index // 8) * 8])
+        layout = np.stack([self.known_at, np.where(some & ~dense, at, -1), at + -(-index // 8) * 8])
         return directory[some], at[some], layout
-
-
-def _word(size: int) -> Any:
-    import torch  # pyright: ignore[reportMissingImports]
-
-    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
 
 
 def _common(at: Ints, nbytes: Ints, size: int) -> int:
