@@ -7,9 +7,11 @@ changes themselves it takes an eighth of a chunk of memory, for flags.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -77,12 +79,20 @@ class DeviceChanges:
         with self.current():
             for group in self._groups:
                 group.begin(self._device)
-                for part in group.parts(chunk):
-                    found = self._part(group, part, snapshot, left, copies)
-                    yield found
-                    if found.bodies is None:
-                        return
-                    left -= found.nbytes(copies)
+            parts = ((group, part) for group in self._groups for part in group.parts(chunk))
+            # The GPU compares the next chunk while this one's records are laid out here. Not where chunks of the snapshot are
+            # brought there and taken back: those of different item sizes may overlap.
+            begun: deque[_Comparison] = deque()
+            most = 2 if isinstance(snapshot, torch.Tensor) else 1
+            while True:
+                begun += (_Comparison(group, part, snapshot, self._device) for group, part in islice(parts, most - len(begun)))
+                if not begun:
+                    return
+                found = begun.popleft().found(left, copies)
+                yield found
+                if found.bodies is None:
+                    return
+                left -= found.nbytes(copies)
 
     def store(self, snapshot: Any) -> None:
         """Copy all regions into the snapshot."""
@@ -108,53 +118,72 @@ class DeviceChanges:
         """By number of the region, of the words that find() compared to its end: 16 hex digits."""
         return {number: digest for group in self._groups for number, digest in group.digests().items()}
 
-    def _part(self, group: _Group, part: _Part, snapshot: Any, left: int, copies: Ints) -> Found:
-        """One chunk. A snapshot in host memory is brought here for it, and taken back."""
-        import torch  # pyright: ignore[reportMissingImports]
-
-        if isinstance(snapshot, torch.Tensor):
-            return self._compared(group, part, snapshot[part.low : part.high], left, copies)
-        known = torch.from_numpy(snapshot[part.low : part.high])
-        there = known.to(self._device, copy=True)
-        found = self._compared(group, part, there, left, copies)
-        known.copy_(there)
-        return found
-
-    def _compared(self, group: _Group, part: _Part, known: Any, left: int, copies: Ints) -> Found:
-        import torch  # pyright: ignore[reportMissingImports]
-
-        from weight_sync.device import changes, kernels
-
-        here, size = self._device, group.size
-        flags = torch.empty(len(part.record) * changes.UNIT, dtype=torch.uint8, device=here)
-        base = known.data_ptr() - part.low
-        changes.launch_compare(group.table, *part.blocks, group.known, base, group.sums, flags, size)
-        flagged = changes.Flagged(flags, part.record, part.first_unit, part.span, size, TILE, ALL)
-        changed = flagged.count(part.last_unit).cpu().numpy()
-        found, at, layout = part.laid_out(changed, size)
-        if Found(found, at, None).nbytes(copies) > left:
-            return Found(found, at, None)
-        bodies = torch.zeros(int(body_bytes(found).sum()), dtype=torch.uint8, device=here)
-        to = int(bodies.data_ptr())
-        layout[0] += base
-        layout[1] = np.where(layout[1] < 0, 0, layout[1] + to)
-        layout[2] += to
-        flagged.emit(*torch.from_numpy(layout).to(here))
-        dense = found["kind"] == Kind.DENSE
-        if dense.any():
-            source = base + part.known_at[changed > 0][dense]
-            nbytes = found["span"][dense].astype(np.int64) * size
-            word = size if size == 8 else _common(source, nbytes, size)
-            one, other = Tables.of_ranges(source, nbytes, word), Tables.of_ranges(to + at[dense], nbytes, word)
-            table, blocks = one.on(here, kernels.PER_PROGRAM)
-            kernels.launch_copy(table, torch.from_numpy(other.table).to(here), blocks, word)
-        return Found(found, at, bodies)
-
     def current(self) -> AbstractContextManager[Any]:
         """The tensors' device, for launches."""
         import torch  # pyright: ignore[reportMissingImports]
 
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+
+class _Comparison:
+    """One chunk, as the GPU looks at it. A snapshot in host memory is brought there for it, and taken back."""
+
+    def __init__(self, group: _Group, part: _Part, snapshot: Any, device: Any) -> None:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        from weight_sync.device import changes
+
+        self._part, self._size, self._device = part, group.size, device
+        self._host: Any = None
+        known = snapshot[part.low : part.high]
+        if not isinstance(snapshot, torch.Tensor):
+            self._host = torch.from_numpy(known)
+            known = self._host.to(device, copy=True)
+        self._known, self._base = known, int(known.data_ptr()) - part.low
+        flags = torch.empty(len(part.record) * changes.UNIT, dtype=torch.uint8, device=device)
+        changes.launch_compare(group.table, *part.blocks, group.known, self._base, group.sums, flags, self._size)
+        self._flagged = changes.Flagged(flags, part.record, part.first_unit, part.span, self._size, TILE, ALL)
+        counts = self._flagged.count(part.last_unit)
+        self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=device.type == "cuda")
+        self._counts.copy_(counts, non_blocking=True)
+        self._counted = torch.cuda.Event() if device.type == "cuda" else None
+        if self._counted is not None:
+            self._counted.record()
+
+    def found(self, left: int, copies: Ints) -> Found:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        if self._counted is not None:
+            self._counted.synchronize()
+        changed = self._counts.numpy()
+        directory, at, layout = self._part.laid_out(changed, self._size)
+        if Found(directory, at, None).nbytes(copies) > left:
+            return Found(directory, at, None)
+        bodies = torch.zeros(int(body_bytes(directory).sum()), dtype=torch.uint8, device=self._device)
+        to = int(bodies.data_ptr())
+        layout[0] += self._base
+        layout[1] = np.where(layout[1] < 0, 0, layout[1] + to)
+        layout[2] += to
+        if (layout[1] > 0).any():
+            self._flagged.emit(*torch.from_numpy(layout).to(self._device))
+        dense = directory["kind"] == Kind.DENSE
+        if dense.any():
+            self._copy(self._base + self._part.known_at[changed > 0][dense], to + at[dense], directory["span"][dense])
+        if self._host is not None:
+            self._host.copy_(self._known)
+        return Found(directory, at, bodies)
+
+    def _copy(self, source: Ints, target: Ints, span: NDArray[Any]) -> None:
+        """All elements of dense records, out of the snapshot, which has the new ones by now."""
+        import torch  # pyright: ignore[reportMissingImports]
+
+        from weight_sync.device import kernels
+
+        nbytes = span.astype(np.int64) * self._size
+        word = next(word for word in (8, 4, 2, 1) if not ((source | nbytes) % word).any())
+        table, blocks = Tables.of_ranges(source, nbytes, word).on(self._device, kernels.PER_PROGRAM)
+        other = torch.from_numpy(Tables.of_ranges(target, nbytes, word).table).to(self._device)
+        kernels.launch_copy(table, other, blocks, word)
 
 
 class _Group:
@@ -264,8 +293,3 @@ class _Part:
         at = np.cumsum(sizes) - sizes
         layout = np.stack([self.known_at, np.where(some & ~dense, at, -1), at + -(-index // 8) * 8])
         return directory[some], at[some], layout
-
-
-def _common(at: Ints, nbytes: Ints, size: int) -> int:
-    """The largest word that all addresses and sizes are multiples of."""
-    return next(word for word in (8, 4, 2, size) if not ((at | nbytes) % word).any())
