@@ -109,7 +109,7 @@ def test_the_stricter_levels_of_verification_work_on_gpus(job: Any, level: Level
 @pytest.mark.parametrize("snapshot", ["host", "device"])
 @pytest.mark.parametrize("config", [MOE, GLM45], ids=["as it lies", "some of it cast"])
 def test_a_delta_leaves_every_byte_as_a_complete_session_would(job: Any, snapshot: Any, config: Any) -> None:
-    made = job(sides(config), IPC, delta=DeltaSpec(snapshot=snapshot, staging=1 << 16, max_share=1.0))
+    made = job(sides(config), IPC, delta=DeltaSpec(snapshot=snapshot, staging=1 << 18, max_share=1.0))
     made.commit(1)
     for version, share in enumerate((0.02, 0.0, 0.3), 2):
         made.nudge(share)

@@ -212,9 +212,9 @@ if __name__ == "__main__":
         over()
     else:
         kinds = {
-            "device": lambda: round_trip(1, [0.02, 0.0, 0.6, 0.997], False, 1 << 20, 1 << 15),
+            "device": lambda: round_trip(1, [0.02, 0.0, 0.6, 0.997], False, 1 << 20, 1 << 17),
             "host": lambda: round_trip(2, [0.05, 1.0], True, 1 << 15, 1 << 20),
-            "chunks": lambda: round_trip(3, [0.3, 0.01], False, 1, 1 << 16),
+            "chunks": lambda: round_trip(3, [0.3, 0.01], False, 1, 1 << 17),
         }[case]()
         print(sorted(kinds))
     print("equal")

@@ -22,29 +22,24 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from weight_sync.device.kernels import _WORD, PER_PROGRAM, _fields, _offsets
 from weight_sync.device.lanes import GOLDEN, MIX_1, MIX_2
 
-UNIT = 1024
-"""Words whose changes one program of emit_kernel lays down; a program that compares has PER_PROGRAM words, as one that copies."""
-UNITS = PER_PROGRAM // UNIT
 GROUP = 128
 """Tiles that one program of the receiving side works on, each by one thread."""
-AHEAD = 8
+AHEAD = 2
 """Told elements of a tile that its thread asks for before it writes any."""
-COMPARED, ROW = 1, 1024
-"""Rows of so many words that a program compares at a time: on an H200 1 x 1024 by 8 warps 3.4 TB/s, 4 x 512 2.2, 8 x 1024 1.2."""
-COMPARE_WARPS, EMIT_WARPS = 8, 4
-PROGRAMS = 132 * 16
-"""Of launches whose programs take turns: enough for every multiprocessor of an H200."""
+ROW = 1024
+COMPARE_WARPS = 8
+"""Words that a program compares at a time, and by how many warps: on an H200 3.4 TB/s; with 8 rows of 1024 in flight 1.2."""
 
 
 @triton.jit
 def compare_kernel(
     table, block_region, block_first, known, known_base, sums, flags,
-    SIZE: tl.constexpr, EACH: tl.constexpr, MASK: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-    PLAIN: tl.constexpr, GOLDEN: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr,
+    SIZE: tl.constexpr, EACH: tl.constexpr, MASK: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr, PLAIN: tl.constexpr,
+    GOLDEN: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr,
 ):  # fmt: skip
     """Compare regions with a copy (word k of a region at known_base + known[region] + 8 k), which gets the words that differ.
 
-    flags: a byte for each word, bit j of it for its j-th element. sums[region] += the h_i of its words, as digest_kernel does.
+    flags: a bit for each element, lowest bit of the first byte first. sums[region] += the h_i of its words, as digest_kernel does.
     """
     program = tl.program_id(0).to(tl.int64)
     region = tl.load(block_region + program).to(tl.int64)
@@ -54,114 +49,113 @@ def compare_kernel(
     copy = (known_base + tl.load(known + region)).to(tl.pointer_type(tl.int64))
     if PLAIN:
         total = tl.multiple_of(total, 2)
-    within = (tl.arange(0, ROWS) * ROW)[:, None] + tl.arange(0, ROW)[None, :]
-    within = tl.max_contiguous(tl.multiple_of(within, (1, 16)), (1, 16))
-    acc = tl.zeros([ROWS, ROW], tl.uint64)
-    for low in range(0, WORDS, ROWS * ROW):
-        at = low + within
-        k = first + at
-        k = tl.max_contiguous(tl.multiple_of(k, (1, 16)), (1, 16))
+    word = tl.arange(0, ROW)
+    byte = tl.arange(0, ROW // SIZE)
+    acc = tl.zeros([ROW], tl.uint64)
+    for low in range(0, WORDS, ROW):
+        k = first + low + word
+        k = tl.max_contiguous(tl.multiple_of(k, 16), 16)
         inside = k < total
         if PLAIN:
             pointer = base.to(tl.pointer_type(tl.int64)) + k
-            pointer = tl.max_contiguous(tl.multiple_of(pointer, (1, 16)), (1, 16))
-            there = tl.max_contiguous(tl.multiple_of(copy + k, (1, 16)), (1, 16))
+            pointer = tl.max_contiguous(tl.multiple_of(pointer, 16), 16)
+            there = tl.max_contiguous(tl.multiple_of(copy + k, 16), 16)
         else:
             pointer = (base + _offsets(k, run, inner, outer_stride, inner_stride, 8)).to(tl.pointer_type(tl.int64))
             there = copy + k
         x = tl.load(pointer, mask=inside, other=0)
         d = x ^ tl.load(there, mask=inside, other=0)
         tl.store(there, x, mask=inside & (d != 0))
-        flag = tl.zeros([ROWS, ROW], tl.int32)
+        flag = tl.zeros([ROW], tl.int32)
         for j in tl.static_range(EACH):
             flag += (((d >> (8 * SIZE * j)) & MASK) != 0).to(tl.int32) << j
-        tl.store(flags + program * WORDS + at, flag.to(tl.uint8))
+        flag = flag << word % SIZE * EACH
+        flag = tl.sum(tl.reshape(flag, [ROW // SIZE, SIZE]), 1)
+        tl.store(flags + (program * WORDS + low) // SIZE + byte, flag.to(tl.uint8))
         h = x.to(tl.uint64, bitcast=True)
-        h = h + (k + position + 1).to(tl.uint64, bitcast=True) * tl.full([ROWS, ROW], GOLDEN, tl.uint64)
+        h = h + (k + position + 1).to(tl.uint64, bitcast=True) * tl.full([ROW], GOLDEN, tl.uint64)
         h = h ^ (h >> 33)
-        h = h * tl.full([ROWS, ROW], MIX_1, tl.uint64)
+        h = h * tl.full([ROW], MIX_1, tl.uint64)
         h = h ^ (h >> 33)
-        h = h * tl.full([ROWS, ROW], MIX_2, tl.uint64)
+        h = h * tl.full([ROW], MIX_2, tl.uint64)
         h = h ^ (h >> 33)
-        acc += tl.where(inside, h, tl.zeros([ROWS, ROW], tl.uint64))
-    tl.atomic_add(sums + region, tl.sum(tl.sum(acc.to(tl.int64, bitcast=True), 1), 0))
+        acc += tl.where(inside, h, tl.zeros([ROW], tl.uint64))
+    tl.atomic_add(sums + region, tl.sum(acc.to(tl.int64, bitcast=True), 0))
 
 
 @triton.jit
 def _bits(v):
-    """How many bits of each byte of a word are set, byte by byte. v: uint64."""
+    """How many bits of each word are set. v: uint64."""
     v = v - ((v >> 1) & 0x5555555555555555)
     v = (v & 0x3333333333333333) + ((v >> 2) & 0x3333333333333333)
-    return (v + (v >> 4)) & 0x0F0F0F0F0F0F0F0F
+    v = (v + (v >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((v * 0x0101010101010101) >> 56).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units"])
 def count_kernel(
     flags, record, first_unit, span, held, count, units,
-    TILE: tl.constexpr, ALL: tl.constexpr, TILES: tl.constexpr, EIGHTS: tl.constexpr, TOGETHER: tl.constexpr,
+    TILE: tl.constexpr, ALL: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """held: what is told of each tile, ALL where nearly all its elements changed. count: elements told of each unit."""
     tile = tl.program_id(0) * (TOGETHER * TILES) + tl.arange(0, TOGETHER * TILES)
     unit = tile // TILES
     inside = unit < units
-    r = tl.load(record + unit, mask=inside, other=-1)
-    inside = inside & (r >= 0)
+    r = tl.load(record + unit, mask=inside, other=0)
     begin = tl.load(first_unit + r, mask=inside, other=0)
     elements = tl.load(span + r, mask=inside, other=0)
     rest = tl.minimum(tl.maximum(elements - (tile - begin * TILES) * TILE, 0), TILE).to(tl.int32)
-    eight = tile.to(tl.int64)[:, None] * EIGHTS + tl.arange(0, EIGHTS)[None, :]
-    flag = tl.load(flags.to(tl.pointer_type(tl.uint64)) + eight, mask=inside[:, None], other=0)
-    # Each byte is at most 8, and so the sum of 16 words' bytes is none that overflows.
-    changed = tl.sum(((_bits(flag) * 0x0101010101010101) >> 56).to(tl.int32), 1)
+    word = tile.to(tl.int64)[:, None] * (TILE // 64) + tl.arange(0, TILE // 64)[None, :]
+    changed = tl.sum(_bits(tl.load(flags.to(tl.pointer_type(tl.uint64)) + word, mask=inside[:, None], other=0)), 1)
     all_of_it = changed >= ALL
     told = tl.where(all_of_it, rest, changed)
-    tl.store(held + tile, tl.where(all_of_it, ALL, changed).to(tl.uint8), mask=unit < units)
-    sums = tl.sum(tl.reshape(told, [TOGETHER, TILES]), 1)
+    tl.store(held + tile, tl.where(all_of_it, ALL, changed).to(tl.uint8), mask=inside)
     which = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
-    tl.store(count + which, sums, mask=which < units)
+    tl.store(count + which, tl.sum(tl.reshape(told, [TOGETHER, TILES]), 1), mask=which < units)
 
 
 @triton.jit
 def emit_kernel(
     flags, record, first_unit, span, held, skip, known, index_at, values_at,
-    WORD: tl.constexpr, SIZE: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr, ALL: tl.constexpr, TILES: tl.constexpr,
-    UNIT: tl.constexpr,
+    WORD: tl.constexpr, TILE: tl.constexpr, ALL: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Lay down what is told of a unit. skip: elements told in its record before it. known: address of each record's first word
-    in the copy, which has the new words by now; index_at, values_at: addresses; no index address: nothing of that record."""
-    # Whatever can be asked for is asked for before anything is decided: what takes the time is waiting, one load for another.
+    """Lay down what is told of a unit, each tile by one thread. skip: elements told in its record before it. known: address of
+    each record's first word in the copy, which has the new words by now; index_at, values_at: addresses; no index address:
+    nothing of that record."""
     unit = tl.program_id(0).to(tl.int64)
     r = tl.load(record + unit)
-    to = tl.load(skip + unit)
-    word = tl.arange(0, UNIT)
-    flag = tl.load(flags + unit * UNIT + word).to(tl.int32)
-    of_tile = tl.load(held + unit * TILES + word // (TILE // EACH))
-    told = tl.load(held + unit * TILES + tl.arange(0, TILES))
-    some = r >= 0
-    index = tl.load(index_at + r, mask=some, other=0)
-    out = tl.load(values_at + r, mask=some, other=0)
-    copy = tl.load(known + r, mask=some, other=0)
-    begin = tl.load(first_unit + r, mask=some, other=0)
-    elements = tl.load(span + r, mask=some, other=0)
+    index = tl.load(index_at + r)
     if index != 0:
+        tile = tl.arange(0, TILES)
+        elements = tl.load(span + r)
+        mine = (unit - tl.load(first_unit + r)) * TILES + tile
         tiles = (elements + TILE - 1) // TILE
-        mine = (unit - begin) * TILES + tl.arange(0, TILES)
-        tl.store((index + mine).to(tl.pointer_type(tl.uint8)), told, mask=mine < tiles)
-        k = (unit - begin) * UNIT + word
-        inside = k * EACH < elements
-        flag = tl.where(inside & (of_tile == ALL), (1 << EACH) - 1, flag)
-        x = tl.load(copy.to(tl.pointer_type(tl.int64)) + k, mask=inside & (flag != 0), other=0)
-        each = tl.zeros([UNIT], tl.int32)
-        for j in tl.static_range(EACH):
-            each += (flag >> j) & 1
-        at = tl.cumsum(each, 0) - each
-        place_at = (index + tiles + to).to(tl.pointer_type(tl.uint8))
-        value_at = out.to(tl.pointer_type(WORD)) + to
-        for j in tl.static_range(EACH):
-            mask = ((flag >> j) & 1) != 0
-            tl.store(place_at + at, ((word * EACH + j) % TILE).to(tl.uint8), mask=mask)
-            tl.store(value_at + at, (x >> (8 * SIZE * j)).to(WORD), mask=mask)
-            at += mask.to(tl.int32)
+        byte = tl.load(held + unit * TILES + tile).to(tl.int32)
+        tl.store((index + mine).to(tl.pointer_type(tl.uint8)), byte.to(tl.uint8), mask=mine < tiles)
+        rest = tl.minimum(tl.maximum(elements - mine * TILE, 0), TILE)
+        all_of_it = byte == ALL
+        told = tl.where(all_of_it, rest, byte.to(tl.int64))
+        at = tl.load(skip + unit) + tl.cumsum(told, 0) - told
+        place_at = (index + tiles).to(tl.pointer_type(tl.uint8))
+        value_at = tl.load(values_at + r).to(tl.pointer_type(WORD))
+        source = tl.load(known + r).to(tl.pointer_type(WORD)) + mine * TILE
+        of_tile = flags.to(tl.pointer_type(tl.uint64)) + (unit * TILES + tile) * (TILE // 64)
+        for part in tl.static_range(TILE // 64):
+            left = tl.load(of_tile + part)
+            here = tl.minimum(tl.maximum(rest - 64 * part, 0), 64).to(tl.uint64)
+            ones = tl.where(here == 0, here, (tl.full([TILES], 0xFFFFFFFFFFFFFFFF, tl.uint64) >> (64 - here) % 64))
+            left = tl.where(all_of_it, ones, left)
+            for _ in range(0, tl.max(_bits(left), 0)):
+                some = left != 0
+                lowest = left & (~left + 1)
+                # The exponent of a power of two is its bit's number.
+                bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+                place = 64 * part + tl.where(some, bit, 0)
+                word = tl.load(source + place, mask=some, other=0)
+                tl.store(place_at + at, place.to(tl.uint8), mask=some)
+                tl.store(value_at + at, word, mask=some)
+                at += some.to(tl.int64)
+                left = left ^ lowest
 
 
 @triton.jit
@@ -174,22 +168,22 @@ def _of_tiles(body, index, tile, span, TILE: tl.constexpr, ALL: tl.constexpr):
 
 @triton.jit
 def tally_kernel(
-    body, record, first_group, index_at, span, count, bad, groups,
+    body, record, first_group, index_at, span, count, bad,
     TILE: tl.constexpr, ALL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """count: elements that are told in each group of tiles. bad: least record with a tile of more than it has."""
-    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
-        r = tl.load(record + group)
-        tile = (group - tl.load(first_group + r)) * GROUP + tl.arange(0, GROUP)
-        told, rest = _of_tiles(body, tl.load(index_at + r), tile, tl.load(span + r), TILE, ALL)
-        tl.store(count + group, tl.sum(told, 0))
-        if tl.sum((told > rest).to(tl.int32), 0) > 0:
-            tl.atomic_min(bad, r)
+    group = tl.program_id(0)
+    r = tl.load(record + group)
+    tile = (group - tl.load(first_group + r)) * GROUP + tl.arange(0, GROUP)
+    told, rest = _of_tiles(body, tl.load(index_at + r), tile, tl.load(span + r), TILE, ALL)
+    tl.store(count + group, tl.sum(told, 0))
+    if tl.sum((told > rest).to(tl.int32), 0) > 0:
+        tl.atomic_min(bad, r)
 
 
 @triton.jit
 def put_kernel(
-    body, record, first_group, index_at, values_at, span, skip, bad, groups, first, row, table,
+    body, record, first_group, index_at, values_at, span, skip, bad, first, row, table,
     WORD: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, ALL: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr,
     WRITE: tl.constexpr,
 ):  # fmt: skip
@@ -198,59 +192,59 @@ def put_kernel(
 
     skip: elements told in the record before a group.
     """
-    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
-        r = tl.load(record + group)
-        before = tl.load(skip + group)
-        begin = tl.load(first_group + r)
-        index = tl.load(index_at + r)
-        elements = tl.load(span + r)
-        tile = (group - begin) * GROUP + tl.arange(0, GROUP)
-        told, rest = _of_tiles(body, index, tile, elements, TILE, ALL)
-        start = (before + tl.cumsum(told, 0) - told)[:, None]
-        places = (body + index + (elements + TILE - 1) // TILE).to(tl.pointer_type(tl.uint8))
-        most = tl.max(told, 0)
-        ahead = tl.arange(0, AHEAD)[None, :]
-        if WRITE:
-            words = (body + tl.load(values_at + r)).to(tl.pointer_type(WORD))
-            row_0 = tl.load(row + r)
-            total = tl.load(table + row_0 * 7 + 5)
-            low = tl.load(first + r)
-            row_0 += low // total
-            low -= low // total * total
-            base, run, inner, outer_stride, inner_stride, _ = _fields(table, row_0)
-            low_of_tile = (low + tile.to(tl.int64) * TILE)[:, None]
-            plain = (run == total) & (low + elements <= total)
-            for j in range(0, most, AHEAD):
-                more = j + ahead < told[:, None]
-                element = low_of_tile + j + ahead
-                if index >= 0:
-                    element = low_of_tile + tl.load(places + start + j + ahead, mask=more, other=0).to(tl.int64)
-                word = tl.load(words + start + j + ahead, mask=more, other=0)
-                if plain:
-                    to = base + element * SIZE
-                else:
-                    which = element // total
-                    entry = table + (row_0 + which) * 7
-                    to = tl.load(entry, mask=more, other=0) + _offsets(
-                        element - which * total, tl.load(entry + 1, mask=more, other=1), tl.load(entry + 2, mask=more, other=1),
-                        tl.load(entry + 3, mask=more, other=0), tl.load(entry + 4, mask=more, other=0), SIZE,
-                    )  # fmt: skip
-                tl.store(to.to(tl.pointer_type(WORD)), word, mask=more)
-        elif index >= 0:
-            wrong = tl.zeros([GROUP, AHEAD], tl.int32)
-            for j in range(0, most, AHEAD):
-                more = j + ahead < told[:, None]
-                earlier = more & (j + ahead > 0)
-                place = tl.load(places + start + j + ahead, mask=more, other=0).to(tl.int32)
-                previous = tl.load(places + start + j + ahead - 1, mask=earlier, other=0).to(tl.int32)
-                wrong += ((earlier & (place <= previous)) | (more & (place >= rest[:, None]))).to(tl.int32)
-            if tl.sum(tl.sum(wrong, 1), 0) > 0:
-                tl.atomic_min(bad, r)
+    group = tl.program_id(0)
+    r = tl.load(record + group)
+    before = tl.load(skip + group)
+    begin = tl.load(first_group + r)
+    index = tl.load(index_at + r)
+    elements = tl.load(span + r)
+    tile = (group - begin) * GROUP + tl.arange(0, GROUP)
+    told, rest = _of_tiles(body, index, tile, elements, TILE, ALL)
+    start = (before + tl.cumsum(told, 0) - told)[:, None]
+    places = (body + index + (elements + TILE - 1) // TILE).to(tl.pointer_type(tl.uint8))
+    most = tl.max(told, 0)
+    ahead = tl.arange(0, AHEAD)[None, :]
+    if WRITE:
+        words = (body + tl.load(values_at + r)).to(tl.pointer_type(WORD))
+        row_0 = tl.load(row + r)
+        total = tl.load(table + row_0 * 7 + 5)
+        low = tl.load(first + r)
+        row_0 += low // total
+        low -= low // total * total
+        base, run, inner, outer_stride, inner_stride, _ = _fields(table, row_0)
+        low_of_tile = (low + tile.to(tl.int64) * TILE)[:, None]
+        plain = (run == total) & (low + elements <= total)
+        for j in range(0, most, AHEAD):
+            more = j + ahead < told[:, None]
+            element = low_of_tile + j + ahead
+            if index >= 0:
+                element = low_of_tile + tl.load(places + start + j + ahead, mask=more, other=0).to(tl.int64)
+            word = tl.load(words + start + j + ahead, mask=more, other=0)
+            if plain:
+                to = base + element * SIZE
+            else:
+                which = element // total
+                entry = table + (row_0 + which) * 7
+                to = tl.load(entry, mask=more, other=0) + _offsets(
+                    element - which * total, tl.load(entry + 1, mask=more, other=1), tl.load(entry + 2, mask=more, other=1),
+                    tl.load(entry + 3, mask=more, other=0), tl.load(entry + 4, mask=more, other=0), SIZE,
+                )  # fmt: skip
+            tl.store(to.to(tl.pointer_type(WORD)), word, mask=more)
+    elif index >= 0:
+        wrong = tl.zeros([GROUP, AHEAD], tl.int32)
+        for j in range(0, most, AHEAD):
+            more = j + ahead < told[:, None]
+            earlier = more & (j + ahead > 0)
+            place = tl.load(places + start + j + ahead, mask=more, other=0).to(tl.int32)
+            previous = tl.load(places + start + j + ahead - 1, mask=earlier, other=0).to(tl.int32)
+            wrong += ((earlier & (place <= previous)) | (more & (place >= rest[:, None]))).to(tl.int32)
+        if tl.sum(tl.sum(wrong, 1), 0) > 0:
+            tl.atomic_min(bad, r)
 
 
 def tiles_of(size: int, tile: int) -> int:
     """Tiles of a unit of elements of `size` bytes."""
-    return UNIT * 8 // size // tile
+    return PER_PROGRAM * 8 // size // tile
 
 
 def launch_compare(
@@ -263,15 +257,17 @@ def launch_compare(
         if len(blocks[0]):
             compare_kernel[(len(blocks[0]),)](  # pyright: ignore[reportIndexIssue]
                 table, *blocks, known, known_base, sums, at,
-                SIZE=size, EACH=8 // size, MASK=(1 << 8 * size) - 1 if size < 8 else -1, ROW=ROW, ROWS=COMPARED,
-                WORDS=PER_PROGRAM, PLAIN=is_plain, GOLDEN=GOLDEN, MIX_1=MIX_1, MIX_2=MIX_2, num_warps=COMPARE_WARPS,
+                SIZE=size, EACH=8 // size, MASK=(1 << 8 * size) - 1 if size < 8 else -1, ROW=ROW, WORDS=PER_PROGRAM,
+                PLAIN=is_plain, GOLDEN=GOLDEN, MIX_1=MIX_1, MIX_2=MIX_2, num_warps=COMPARE_WARPS,
             )  # fmt: skip
-            at = at[len(blocks[0]) * PER_PROGRAM :]
+            at = at[len(blocks[0]) * PER_PROGRAM // size :]
 
 
 class Flagged:
-    """Units of records and their flags, to be counted and laid down. record: of each unit, -1 for none; first_unit, span
-    (elements) of each record; flags as from compare_kernel."""
+    """Units of records and their flags, to be counted and laid down. A unit is what one program compares, PER_PROGRAM words.
+
+    record: of each unit; first_unit, span (elements) of each record; flags as from compare_kernel.
+    """
 
     def __init__(
         self, flags: torch.Tensor, record: torch.Tensor, first_unit: torch.Tensor, span: torch.Tensor, size: int, tile: int,
@@ -280,30 +276,29 @@ class Flagged:
         self._flags, self._size, self._tile, self._all = flags, size, tile, all_of_it
         self._of = record, first_unit, span
         self._held = torch.empty(len(record) * tiles_of(size, tile), dtype=torch.uint8, device=flags.device)
-        self._count = torch.empty(len(record), dtype=torch.int32, device=flags.device)
         self._skip: Any = None
 
     def count(self, last_unit: torch.Tensor) -> torch.Tensor:
         """int64: elements to be told of each record. last_unit: of each record."""
-        units, tiles = len(self._of[0]), tiles_of(self._size, self._tile)
+        record, first_unit, span = self._of
+        units, tiles = len(record), tiles_of(self._size, self._tile)
         together = max(1, GROUP // tiles)
+        count = torch.empty(units, dtype=torch.int32, device=self._flags.device)
         count_kernel[(-(-units // together),)](  # pyright: ignore[reportIndexIssue]
-            self._flags, *self._of, self._held, self._count, units,
-            TILE=self._tile, ALL=self._all, TILES=tiles, EIGHTS=self._tile * self._size // 64, TOGETHER=together, num_warps=4,
+            self._flags, record, first_unit, span, self._held, count, units,
+            TILE=self._tile, ALL=self._all, TILES=tiles, TOGETHER=together, num_warps=4,
         )  # fmt: skip
-        record, first_unit, _ = self._of
-        upto = torch.cumsum(self._count, 0, dtype=torch.int64)
-        before = upto - self._count
-        # -1, of units of no record, takes the last one; nothing is told of them.
+        upto = torch.cumsum(count, 0, dtype=torch.int64)
+        before = upto - count
         self._skip = before - before[first_unit][record]
         return upto[last_unit] - before[first_unit]
 
     def emit(self, known: torch.Tensor, index_at: torch.Tensor, values_at: torch.Tensor) -> None:
         """See emit_kernel."""
+        tiles = tiles_of(self._size, self._tile)
         emit_kernel[(len(self._of[0]),)](  # pyright: ignore[reportIndexIssue]
             self._flags, *self._of, self._held, self._skip, known, index_at, values_at,
-            WORD=_WORD[self._size], SIZE=self._size, EACH=8 // self._size, TILE=self._tile, ALL=self._all,
-            TILES=tiles_of(self._size, self._tile), UNIT=UNIT, num_warps=EMIT_WARPS,
+            WORD=_WORD[self._size], TILE=self._tile, ALL=self._all, TILES=tiles, num_warps=max(1, tiles // 32),
         )  # fmt: skip
 
 
@@ -336,8 +331,8 @@ class Told:
         first, index_at, _, span = self._columns
         groups = len(self._record)
         count = torch.empty(groups, dtype=torch.int32, device=self._body.device)
-        tally_kernel[(min(groups, PROGRAMS),)](  # pyright: ignore[reportIndexIssue]
-            self._body.data_ptr(), self._record, first, index_at, span, count, self._bad, groups,
+        tally_kernel[(groups,)](  # pyright: ignore[reportIndexIssue]
+            self._body.data_ptr(), self._record, first, index_at, span, count, self._bad,
             TILE=self._tile, ALL=self._all, GROUP=GROUP, num_warps=4,
         )  # fmt: skip
         upto = torch.cumsum(count, 0, dtype=torch.int64)
@@ -356,9 +351,8 @@ class Told:
 
     def _put(self, first: Any, row: Any, table: Any) -> None:
         begin, index_at, values_at, span = self._columns
-        groups = len(self._record)
-        put_kernel[(min(groups, PROGRAMS),)](  # pyright: ignore[reportIndexIssue]
-            self._body.data_ptr(), self._record, begin, index_at, values_at, span, self._skip, self._bad, groups,
+        put_kernel[(len(self._record),)](  # pyright: ignore[reportIndexIssue]
+            self._body.data_ptr(), self._record, begin, index_at, values_at, span, self._skip, self._bad,
             *((begin, begin, begin) if table is None else (first, row, table)),
             WORD=_WORD[self.size], SIZE=self.size, TILE=self._tile, ALL=self._all, GROUP=GROUP, AHEAD=AHEAD,
             WRITE=table is not None, num_warps=4,

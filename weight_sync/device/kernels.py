@@ -117,7 +117,8 @@ def digest_plain_kernel(
     tl.atomic_add(sums + region, tl.sum(tl.sum(x.to(tl.int64, bitcast=True), 1), 0))
 
 
-@triton.jit
+# How many there are must not decide which program runs: one would be compiled in the middle of a sync.
+@triton.jit(do_not_specialize=["count"])
 def copy_kernel(
     source, target, block_region, block_first, count, fence, epoch, missed,
     WORD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, FENCED: tl.constexpr,

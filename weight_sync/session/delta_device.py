@@ -53,10 +53,10 @@ class DeviceChanges:
     """
 
     def __init__(self, device: Any, numbers: Sequence[int], boxes: Sequence[Box], start: Sequence[int], message: int) -> None:
-        from weight_sync.device import changes
+        from weight_sync.device import kernels
 
         self._device = device
-        words = min(_SPAN, message - HEADER_BYTES - RECORD_BYTES) // 8 // changes.UNIT * changes.UNIT
+        words = min(_SPAN, message - HEADER_BYTES - RECORD_BYTES) // 8 // kernels.PER_PROGRAM * kernels.PER_PROGRAM
         self._groups: list[_Group] = []
         self.numbers: list[int] = []
         for size in sorted({box[1] for box in boxes}):
@@ -131,7 +131,7 @@ class _Comparison:
     def __init__(self, group: _Group, part: _Part, snapshot: Any, device: Any) -> None:
         import torch  # pyright: ignore[reportMissingImports]
 
-        from weight_sync.device import changes
+        from weight_sync.device import changes, kernels
 
         self._part, self._size, self._device = part, group.size, device
         self._host: Any = None
@@ -140,7 +140,7 @@ class _Comparison:
             self._host = torch.from_numpy(known)
             known = self._host.to(device, copy=True)
         self._known, self._base = known, int(known.data_ptr()) - part.low
-        flags = torch.empty(len(part.record) * changes.UNIT, dtype=torch.uint8, device=device)
+        flags = torch.empty(len(part.record) * kernels.PER_PROGRAM // group.size, dtype=torch.uint8, device=device)
         changes.launch_compare(group.table, *part.blocks, group.known, self._base, group.sums, flags, self._size)
         self._flagged = changes.Flagged(flags, part.record, part.first_unit, part.span, self._size, TILE, ALL)
         counts = self._flagged.count(part.last_unit)
@@ -165,7 +165,7 @@ class _Comparison:
         layout[1] = np.where(layout[1] < 0, 0, layout[1] + to)
         layout[2] += to
         if (layout[1] > 0).any():
-            self._flagged.emit(*torch.from_numpy(layout).to(self._device))
+            self._flagged.emit(*_soon(layout, self._device))
         dense = directory["kind"] == Kind.DENSE
         if dense.any():
             self._copy(self._base + self._part.known_at[changed > 0][dense], to + at[dense], directory["span"][dense])
@@ -244,36 +244,34 @@ class _Part:
     ) -> None:
         import torch  # pyright: ignore[reportMissingImports]
 
-        from weight_sync.device import changes, kernels
+        from weight_sync.device import kernels
 
         rows = np.zeros(len(start), np.bool_)
         rows[first:end] = True
         self.low, self.high = int(start[first]), int((start + tables.table[:, 5] * 8)[first:end].max())
         self.blocks = tuple(tables.blocks_on(device, kernels.PER_PROGRAM, rows & kind) for kind in (tables.plain, ~tables.plain))
         total = tables.table[first:end, 5]
-        programs = -(-total // kernels.PER_PROGRAM)
+        units = -(-total // kernels.PER_PROGRAM)
         # Flags, and so units, are in the order of the blocks: of all plain rows, then of the others.
-        plain = tables.plain[first:end]
-        order = np.argsort(~plain, kind="stable")
-        unit = np.empty_like(programs)  # the first of each row
-        unit[order] = (np.cumsum(programs[order]) - programs[order]) * changes.UNITS
+        order = np.argsort(~tables.plain[first:end], kind="stable")
+        unit = np.empty_like(units)  # the first of each row
+        unit[order] = np.cumsum(units[order]) - units[order]
         count = -(-total // words)  # records of each row
         row = np.repeat(np.arange(len(total)), count)
         word = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)) * words
+        of_record = np.minimum(total[row] - word, words)
         each = 8 // size
         self._number = numbers[first:end][row]
         self._first = (tables.table[first:end, 6][row] + word) * each
-        self._span = np.minimum(total[row] - word, words) * each
-        self.span = torch.from_numpy(self._span).to(device)
+        self._span = of_record * each
         self.known_at = start[first:end][row] + word * 8
-        units = -(-np.minimum(total[row] - word, words) // changes.UNIT)
-        begin = unit[row] + word // changes.UNIT
-        record = np.full(int(programs.sum()) * changes.UNITS, -1, np.int32)
-        index = np.arange(int(units.sum())) + np.repeat(begin - (np.cumsum(units) - units), units)
-        record[index] = np.repeat(np.arange(len(row)), units)
-        self.record = torch.from_numpy(record).to(device)
-        self.first_unit = torch.from_numpy(begin).to(device)
-        self.last_unit = torch.from_numpy(begin + units - 1).to(device)
+        begin, units = unit[row] + word // kernels.PER_PROGRAM, -(-of_record // kernels.PER_PROGRAM)
+        record = np.empty(int(units.sum()), np.int32)
+        record[np.arange(len(record)) + np.repeat(begin - (np.cumsum(units) - units), units)] = np.repeat(
+            np.arange(len(row)), units
+        )
+        there = [torch.from_numpy(column).to(device) for column in (record, self._span, begin, begin + units - 1)]
+        self.record, self.span, self.first_unit, self.last_unit = there
 
     def laid_out(self, changed: Ints, size: int) -> tuple[NDArray[Any], Ints, Ints]:
         """From the elements told of each record: the directory of those with any; where their bodies lie; and [3, records]
@@ -293,3 +291,11 @@ class _Part:
         at = np.cumsum(sizes) - sizes
         layout = np.stack([self.known_at, np.where(some & ~dense, at, -1), at + -(-index // 8) * 8])
         return directory[some], at[some], layout
+
+
+def _soon(array: NDArray[Any], device: Any) -> Any:
+    """On the device before whatever is asked of it next; the host does not wait."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    here = torch.from_numpy(array)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
