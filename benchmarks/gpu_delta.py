@@ -145,7 +145,7 @@ def main() -> None:
     nbytes, connect = result["bytes"], result["connect"]
     print(
         f"{nbytes / 1e9:.2f} GB, {options.rounds} rounds after one to warm up, medians; connecting took "
-        f"{connect['complete']:.1f} s, with deltas {connect['delta']:.1f} s; keeping the first snapshot {result['first']['keep']:.3f} s"
+        f"{connect['complete']:.1f} s, with deltas {connect['delta']:.1f} s; the first snapshot {result['first']['keep']:.3f} s"
     )
     for share, rows in result["shares"].items():
         encoded, apply = median(rows, "encoded"), median(rows, "apply")

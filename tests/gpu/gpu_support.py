@@ -129,6 +129,14 @@ class Workers:
     def content(self) -> list[dict[str, np.ndarray[Any, Any]]]:
         return [{name: words(t) for name, t in tensors.items()} for tensors in self.live]
 
+    def flip_staged(self, rank: int, byte: int) -> None:
+        """Invert one byte of the staging buffer, of what arrived there."""
+        import torch
+
+        raw = self.agents[rank]._stage.bytes(byte, 1)
+        raw[...] = ~raw
+        torch.cuda.synchronize()
+
     def flip(self, rank: int, name: str, byte: int) -> None:
         """Invert one byte of a live parameter."""
         import torch
@@ -223,6 +231,7 @@ class Job:
         self.sources = [Source(r, tensors_of(self.layouts[0], r, 1), dims.coords(r)) for r in range(dims.world)]
         self._same_where_replicated()
         agents = [SourceAgent(source, lambda: registry.create(**transport)) for source in self.sources]
+        self.source_agents = agents
         self.engine = self.start("e0", 2)
         spec = SyncSpec(
             *sides, costs=costs or CostModel(), budget=budget or Budget(), delta=delta, landing=landing or Landing()

@@ -6,8 +6,10 @@ python -m pytest tests/gpu        one GPU is enough; with two, trainer and engin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="tests/gpu needs torch with CUDA")
@@ -16,10 +18,14 @@ if not torch.cuda.is_available():
 
 from gpu_support import Job  # noqa: E402
 
-from weight_sync.config import engine_yaml, family_yaml  # noqa: E402
+from weight_sync.config import engine_yaml, family_yaml, quant_yaml  # noqa: E402
 from weight_sync.delta.spec import DeltaSpec  # noqa: E402
-from weight_sync.errors import TransportError, VerifyError, WeightSyncError  # noqa: E402
+from weight_sync.errors import DeltaError, TransportError, VerifyError, WeightSyncError  # noqa: E402
 from weight_sync.plan.schedule import Budget, CostModel  # noqa: E402
+from weight_sync.quant.emission import Quantisation  # noqa: E402
+from weight_sync.quant.published import Excludes  # noqa: E402
+from weight_sync.quant.scheme import load_scheme  # noqa: E402
+from weight_sync.session.delta import Reason  # noqa: E402
 from weight_sync.session.inputs import Declared  # noqa: E402
 from weight_sync.session.landing import Landing, To  # noqa: E402
 from weight_sync.session.state import State  # noqa: E402
@@ -106,11 +112,29 @@ def test_the_stricter_levels_of_verification_work_on_gpus(job: Any, level: Level
     made.commit(1)
 
 
+STAGING = 1 << 18
+"""Large enough for a GPU to encode: records of whole programs."""
+
+
 @pytest.mark.parametrize("snapshot", ["host", "device"])
-@pytest.mark.parametrize("config", [MOE, GLM45], ids=["as it lies", "some of it cast"])
-def test_a_delta_leaves_every_byte_as_a_complete_session_would(job: Any, snapshot: Any, config: Any) -> None:
-    made = job(sides(config), IPC, delta=DeltaSpec(snapshot=snapshot, staging=1 << 18, max_share=1.0))
+@pytest.mark.parametrize("staging", [STAGING, 1 << 16], ids=["by the GPU", "by the host"])
+@pytest.mark.parametrize(
+    ("config", "trainer", "rollout"),
+    [
+        (MOE, None, None),
+        (GLM45, None, None),
+        (MOE, {"ranks": 4, "tp": 4, "etp": 4}, {"tp": 1, "remainder": "last"}),
+        (MOE, {"ranks": 1}, {"tp": 4, "remainder": "last"}),
+    ],
+    ids=["as it lies", "some of it cast", "tp4 to tp1", "tp1 to tp4"],
+)
+def test_a_delta_leaves_every_byte_as_a_complete_session_would(
+    job: Any, snapshot: Any, staging: int, config: Any, trainer: Any, rollout: Any
+) -> None:
+    made = job(sides(config, trainer, rollout), IPC, delta=DeltaSpec(snapshot=snapshot, staging=staging, max_share=1.0))
     made.commit(1)
+    by_gpu = [len(agent._delta._device.numbers) for agent in made.source_agents]
+    assert all(by_gpu) == (staging == STAGING), by_gpu
     for version, share in enumerate((0.02, 0.0, 0.3), 2):
         made.nudge(share)
         want = made.expected(made.engine.remote("content"))
@@ -119,6 +143,44 @@ def test_a_delta_leaves_every_byte_as_a_complete_session_would(job: Any, snapsho
         assert outcome.delta is not None
         assert outcome.delta.used, outcome.delta.text
         assert (outcome.bytes == 0) == (share == 0.0)
+
+
+@pytest.mark.parametrize("snapshot", ["host", "device"])
+def test_a_delta_of_weights_that_are_quantised_is_what_a_second_look_makes_of_them(job: Any, snapshot: Any) -> None:
+    quant = Quantisation(load_scheme("fp8_block", quant_yaml, {"group": [16, 16]}), Excludes("fp8")).to_json()
+    both = tuple(replace(side, quant=quant) for side in sides(MOE, {"ranks": 1}, {"tp": 1, "remainder": "last"}))
+    # At this level every byte is read back and compared with what is made of the weights anew, piece by piece.
+    made = job(both, IPC, delta=DeltaSpec(snapshot=snapshot, staging=STAGING, max_share=1.0), level=Level.FULL)
+    weights = made.sources[0].live
+    for tensor in weights.values():
+        tensor.normal_(0, 0.02)
+    assert made.sync.sync(1).delta.reason == Reason.FIRST
+    plan = made.source_agents[0]._bound.schedule.plan
+    by_gpu = made.source_agents[0]._delta._device.numbers
+    some = [i for i, row in enumerate(made.source_agents[0]._delta._regions.first.tolist()) if plan.computed[row]]
+    assert some
+    assert bool(by_gpu & set(some)) == (snapshot == "device")
+    for version in (2, 3):
+        for tensor in weights.values():
+            flat = tensor.view(-1)
+            flat[version::97] *= 1.5
+        outcome = made.sync.sync(version)
+        assert outcome.delta.used, outcome.delta.text
+        assert 0 < outcome.bytes < outcome.delta.complete / 2
+
+
+def test_a_message_that_did_not_arrive_as_it_was_sent_is_not_applied_by_a_gpu(job: Any) -> None:
+    made = job(sides(), IPC, delta=DeltaSpec(snapshot="device", staging=STAGING, max_share=1.0))
+    made.commit(1)
+    made.nudge(0.05)
+    before = made.engine.remote("content")
+    made.engine.before["patch"] = lambda: made.engine.remote("flip_staged", 1, 4000)
+    with pytest.raises(DeltaError, match="not those that were sent"):
+        made.sync.sync(2)
+    after = made.engine.remote("content")
+    assert all(np.array_equal(before[1][name], after[1][name]) for name in before[1]), "worker 1 applied none of it"
+    assert (made.sync.version, made.engine.version, made.engine.serving) == (1, 1, False)
+    made.commit(2)
 
 
 @pytest.mark.parametrize("costs", [EVERYTHING_DIRECT, EVERYTHING_STAGED], ids=["direct", "staged"])

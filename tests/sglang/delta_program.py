@@ -13,12 +13,11 @@ import numpy as np
 import torch
 
 from weight_sync.delta.codec import TILE, Kind, decode
-from weight_sync.delta.message import HEADER_BYTES, LANES, RECORD, RECORD_BYTES, Label, directory_end, head
+from weight_sync.delta.message import HEADER_BYTES, LANES, RECORD, RECORD_BYTES, Label, directory_end, head, records_in
 from weight_sync.delta.spec import Base
 from weight_sync.device.lanes import Lanes
 from weight_sync.device.tables import Tables
-from weight_sync.errors import DeltaError
-from weight_sync.session import delta_device
+from weight_sync.errors import BindError, DeltaError
 from weight_sync.session.delta_device import DeviceChanges
 from weight_sync.session.delta_encoded import Encoded, Message
 from weight_sync.session.delta_target import _scatter  # noqa: F401 - imported as the worker does
@@ -59,7 +58,7 @@ def nudge(view: Any, share: float, rng: Any) -> None:
     view.copy_(flat.view(view.shape))
 
 
-def laid_down(encoded: Encoded, directory: Any, message: int) -> list[Any]:
+def laid_down(encoded: Encoded, message: int) -> list[Any]:
     """All records as messages to one rank whose transfers are the regions."""
     every, _ = encoded._in_order()
     rooms, low = [], 0
@@ -77,9 +76,37 @@ def laid_down(encoded: Encoded, directory: Any, message: int) -> list[Any]:
     return rooms
 
 
-def round_trip(seed: int, shares: list[float], on_host: bool, chunk: int, message: int) -> set[int]:
+def in_a_buffer(source: Side, made: list[int], start: Any) -> tuple[Any, list[list[tuple[int, int, int, int, int, int]]]]:
+    """Regions that are copied into a buffer in two goes, the second of which overwrites the first."""
+    buffer = torch.zeros(1 << 17, dtype=torch.uint8)
+    plans: list[list[tuple[int, int, int, int]]] = [[], []]  # number, first byte, bytes, byte of the buffer
+    for half in (0, 1):
+        at = 0
+        for i in made:
+            size = source.views[i].numel() * source.views[i].element_size()
+            cut = size // 3 // 8 * 8
+            low, high = (0, cut) if half == 0 else (cut, size)
+            plans[half].append((i, low, high - low, at))
+            at += high - low
+
+    def fill(half: int) -> None:
+        buffer.fill_(0xEE)
+        for i, first, nbytes, at in plans[half]:
+            raw = source.views[i].contiguous().view(-1).view(torch.uint8)
+            buffer[at : at + nbytes] = raw[first : first + nbytes]
+
+    pieces = [
+        [
+            (i, source.views[i].element_size(), buffer.data_ptr() + at, n, first, int(start[i]) + first)
+            for i, first, n, at in plan
+        ]
+        for plan in plans
+    ]
+    return fill, pieces
+
+
+def round_trip(seed: int, shares: list[float], on_host: bool, chunk: int, message: int, filled: bool = False) -> set[int]:
     rng = np.random.default_rng(seed)
-    delta_device.CHUNK = {"device": chunk, "host": chunk}
     shapes = [
         (2, (33000,)), (2, (3, 5, 64, 40)), (1, (8, 2048)), (4, (5000,)), (8, (1200,)), (2, (256,)), (2, (4,)), (1, (8,)),
         (2, (2, 3, 2, 8, 64)), (4, (2, 255 * 8)), (2, (3,)),
@@ -93,9 +120,17 @@ def round_trip(seed: int, shares: list[float], on_host: bool, chunk: int, messag
     whole = torch.zeros(int(room.sum()), dtype=torch.uint8)
     snapshot = whole.numpy().copy() if on_host else whole
     regions = list(range(len(shapes)))
-    found = DeviceChanges(CPU, regions, [box_of(v) for v in source.views], start.tolist(), message)
+    found = DeviceChanges(CPU, message, chunk)
+    made = [0, 2, 3] if filled else []  # these are brought into a buffer, in pieces, each time before they are looked at
+    direct = [i for i in regions if i not in made]
+    found.add(direct, [box_of(source.views[i]) for i in direct], start[direct].tolist())
+    if filled:
+        fill, pieces = in_a_buffer(source, made, start)
+        for half in (0, 1):
+            found.add_filled(lambda half=half: fill(half), pieces[half])
     odd = len(shapes) - 1
     assert sorted(found.numbers) == [i for i in regions if i != odd], "6 bytes are not whole words"
+    found.check({i: int(nbytes[i]) for i in found.numbers})
     copies = np.ones(len(shapes), np.int64)
     found.store(snapshot)
     places = DevicePlaces([box_of(v) for v in target.views])
@@ -112,18 +147,20 @@ def round_trip(seed: int, shares: list[float], on_host: bool, chunk: int, messag
             encoded.add_found(part)
         differing = sum(int((a != b).sum()) for a, b in zip(before, now, strict=True))
         assert differing <= encoded.changed, "at least what changed; all of a tile or record where nearly all did"
-        for number, digest in found.digests().items():
+        for number, digest in zip(*found.digests(), strict=True):
             naive = Lanes()
             naive.update(now[number].numpy().tobytes())
-            assert digest == naive.hexdigest(), number
+            assert int(digest) == naive.intdigest(), number
         raw = snapshot if on_host else snapshot.numpy()
         for number in found.numbers:
             held = raw[start[number] : start[number] + nbytes[number]]
-            assert (held == now[number].numpy().view(np.uint8)).all(), f"the snapshot of region {number} is what was found"
-        for room_ in laid_down(encoded, None, message):
-            kinds |= set(room_.numpy()[HEADER_BYTES : directory_end(int(room_[12]) + 256 * int(room_[13]))].view(RECORD)["kind"])
+            assert (held == now[number].numpy().view(np.uint8)).all(), f"the snapshot of region {number}"
+        for room_ in laid_down(encoded, message):
+            raw = room_.numpy()
+            end = directory_end(records_in(raw[:HEADER_BYTES], LABEL))
+            kinds |= set(raw[HEADER_BYTES:end].view(RECORD)["kind"].tolist())
             # As a worker on the host would read it.
-            for change in decode(room_.numpy(), LABEL, transfers, LANES):
+            for change in decode(raw, LABEL, transfers, LANES):
                 at = slice(change.first, change.first + len(change.values))
                 want = now[change.transfer].numpy()
                 got = want[at] if change.positions is None else want[change.positions]
@@ -136,11 +173,22 @@ def round_trip(seed: int, shares: list[float], on_host: bool, chunk: int, messag
     return kinds
 
 
+def said(kind: type[Exception], act: Any) -> str:
+    """What the error says that `act` must raise."""
+    try:
+        act()
+    except kind as error:
+        return str(error)
+    raise SystemExit(f"no {kind.__name__}")
+
+
 def over() -> None:
     """What takes more than is left ends the search before its bodies are made."""
     words = torch.zeros(4096, dtype=torch.int16)
     snapshot = torch.zeros(8192, dtype=torch.uint8)
-    found = DeviceChanges(CPU, [0], [box_of(words)], [0], 1 << 20)
+    found = DeviceChanges(CPU, 1 << 20, 1 << 20)
+    found.add([0], [box_of(words)], [0])
+    assert "8192 of 8200 bytes" in said(BindError, lambda: found.check({0: 8200})), "8 bytes that nobody compares"
     words += 1
     parts = list(found.find(snapshot, 8000, np.ones(1, np.int64)))
     assert [part.bodies for part in parts] == [None]
@@ -184,18 +232,9 @@ def refused() -> None:
     damaged[-5] ^= 1
     cases.append((damaged, "not those that were sent"))
     for raw, says in cases:
-        try:
-            DeviceMessage(raw, LABEL, transfers, LANES, places)
-        except DeltaError as error:
-            assert says in str(error), (says, str(error))
-        else:
-            raise AssertionError(f"not refused: {says}")
+        assert says in said(DeltaError, lambda raw=raw: DeviceMessage(raw, LABEL, transfers, LANES, places)), says
     for other in (replace(LABEL, session="x"), replace(LABEL, target=3)):
-        try:
-            DeviceMessage(good, other, transfers, LANES, places)
-        except DeltaError:
-            continue
-        raise AssertionError("a message for somebody else was taken")
+        assert "not for here" in said(DeltaError, lambda to=other: DeviceMessage(good, to, transfers, LANES, places))
     assert not live.any()
     DeviceMessage(good, LABEL, transfers, LANES, places).write()
     assert live.nonzero().reshape(-1).tolist() == [3, 200, TILE + 143]
@@ -215,6 +254,7 @@ if __name__ == "__main__":
             "device": lambda: round_trip(1, [0.02, 0.0, 0.6, 0.997], False, 1 << 20, 1 << 17),
             "host": lambda: round_trip(2, [0.05, 1.0], True, 1 << 15, 1 << 20),
             "chunks": lambda: round_trip(3, [0.3, 0.01], False, 1, 1 << 17),
+            "filled": lambda: round_trip(4, [0.02, 0.9, 0.0], False, 1 << 20, 1 << 17, True),
         }[case]()
         print(sorted(kinds))
     print("equal")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("case", ["device", "host", "chunks", "refused"])
+@pytest.mark.parametrize("case", ["device", "host", "chunks", "filled", "refused"])
 def test_what_the_kernels_find_encode_check_and_write_is_what_numpy_says(case: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """Triton kernels that find which elements of live parameters changed, and that put changed elements into others.
 
-Regions are as in weight_sync.device.tables; what is told of a tile of elements is described in weight_sync.delta.codec. One launch
-serves any number of regions, and Python sees sums over records of many tiles only. On the side that sends, in this order:
+Regions are as in weight_sync.device.tables, what is told of a tile of elements in weight_sync.delta.codec. One launch serves
+any number of regions; Python sees sums over records of many tiles. On the side that sends, in this order:
 
     compare_kernel  one flag for each element, the copy brought up to date, the digest: at the speed of memory
     count_kernel    of the flags, how many elements there are to tell of each tile
@@ -13,6 +13,7 @@ TRITON_INTERPRET=1 in the tests).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
@@ -24,11 +25,11 @@ from weight_sync.device.lanes import GOLDEN, MIX_1, MIX_2
 
 GROUP = 128
 """Tiles that one program of the receiving side works on, each by one thread."""
-AHEAD = 2
+AHEAD = 4
 """Told elements of a tile that its thread asks for before it writes any."""
-ROW = 1024
+ROW = 512
 COMPARE_WARPS = 8
-"""Words that a program compares at a time, and by how many warps: on an H200 3.4 TB/s; with 8 rows of 1024 in flight 1.2."""
+"""Words that a program compares at a time, and by how many warps: two for each thread, 3.5 TB/s on an H200; eight, 1.4 TB/s."""
 
 
 @triton.jit
@@ -37,9 +38,9 @@ def compare_kernel(
     SIZE: tl.constexpr, EACH: tl.constexpr, MASK: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr, PLAIN: tl.constexpr,
     GOLDEN: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr,
 ):  # fmt: skip
-    """Compare regions with a copy (word k of a region at known_base + known[region] + 8 k), which gets the words that differ.
+    """Compare regions with a copy, which gets their words: word k of one at known_base + known[region] + 8 k.
 
-    flags: a bit for each element, lowest bit of the first byte first. sums[region] += the h_i of its words, as digest_kernel does.
+    flags: a bit for each element, lowest bit of the first byte first. sums[region] += the h_i of its words, as in digest_kernel.
     """
     program = tl.program_id(0).to(tl.int64)
     region = tl.load(block_region + program).to(tl.int64)
@@ -145,7 +146,7 @@ def emit_kernel(
             here = tl.minimum(tl.maximum(rest - 64 * part, 0), 64).to(tl.uint64)
             ones = tl.where(here == 0, here, (tl.full([TILES], 0xFFFFFFFFFFFFFFFF, tl.uint64) >> (64 - here) % 64))
             left = tl.where(all_of_it, ones, left)
-            for _ in range(0, tl.max(_bits(left), 0)):
+            for _ in range(tl.max(_bits(left), 0)):
                 some = left != 0
                 lowest = left & (~left + 1)
                 # The exponent of a power of two is its bit's number.
@@ -211,7 +212,7 @@ def put_kernel(
         low = tl.load(first + r)
         row_0 += low // total
         low -= low // total * total
-        base, run, inner, outer_stride, inner_stride, _ = _fields(table, row_0)
+        base, run, _, _, _, _ = _fields(table, row_0)
         low_of_tile = (low + tile.to(tl.int64) * TILE)[:, None]
         plain = (run == total) & (low + elements <= total)
         for j in range(0, most, AHEAD):
@@ -248,12 +249,12 @@ def tiles_of(size: int, tile: int) -> int:
 
 
 def launch_compare(
-    table: torch.Tensor, plain: tuple[torch.Tensor, torch.Tensor], others: tuple[torch.Tensor, torch.Tensor],
-    known: torch.Tensor, known_base: int, sums: torch.Tensor, flags: torch.Tensor, size: int,
+    table: torch.Tensor, of_both: Sequence[tuple[torch.Tensor, torch.Tensor]], known: torch.Tensor, known_base: int,
+    sums: torch.Tensor, flags: torch.Tensor, size: int,
 ) -> None:  # fmt: skip
-    """See compare_kernel. plain, others: blocks, as Tables.in_two() has them; their flags follow each other."""
+    """See compare_kernel. of_both: blocks of plain rows, then of others, as Tables.in_two() has them; so are their flags."""
     at = flags
-    for blocks, is_plain in ((plain, True), (others, False)):
+    for blocks, is_plain in zip(of_both, (True, False), strict=True):
         if len(blocks[0]):
             compare_kernel[(len(blocks[0]),)](  # pyright: ignore[reportIndexIssue]
                 table, *blocks, known, known_base, sums, at,
@@ -305,24 +306,19 @@ class Flagged:
 class Told:
     """Records of one item size whose bodies lie in `body`, ready to be counted, checked and written.
 
-    All but body: int64 arrays, one entry for each record. index_at: byte of the body where tiles are told, -1 where all
-    elements have a value; values_at: byte of the values.
+    groups: of GROUP tiles, in all records. columns: int64 [4, records] in the same memory: groups of each record; the byte of
+    the body where its tiles are told, -1 where all elements have a value; the byte of its values; its elements.
     """
 
-    def __init__(
-        self, body: torch.Tensor, size: int, tile: int, all_of_it: int, span: Any, index_at: Any, values_at: Any
-    ) -> None:
-        import numpy as np
-
+    def __init__(self, body: torch.Tensor, size: int, tile: int, all_of_it: int, groups: int, columns: torch.Tensor) -> None:
         self.size, self._body, self._tile, self._all = size, body, tile, all_of_it
-        here = body.device
-        groups = -(-span // (tile * GROUP))
-        first = np.cumsum(groups) - groups
-        self._columns = torch.from_numpy(np.stack([first, index_at, values_at, span])).to(here)
-        self._last = torch.from_numpy(first + groups - 1).to(here)
-        numbers = torch.arange(len(span), dtype=torch.int32, device=here)
-        self._record = torch.repeat_interleave(numbers, torch.from_numpy(groups).to(here), output_size=int(groups.sum()))
-        self._bad = torch.full((1,), len(span), dtype=torch.int32, device=here)
+        each, *rest = columns
+        upto = torch.cumsum(each, 0)
+        self._columns = (upto - each, *rest)
+        self._last = upto - 1
+        numbers = torch.arange(len(each), dtype=torch.int32, device=body.device)
+        self._record = torch.repeat_interleave(numbers, each, output_size=groups)
+        self._bad = torch.full((1,), len(each), dtype=torch.int32, device=body.device)
         self._skip: Any = None
 
     def tally(self) -> torch.Tensor:

@@ -28,6 +28,14 @@ def to_host(view: Any) -> Any:
     return view if on_host(view) else view.cpu().numpy()
 
 
+def soon(array: Any, device: Any) -> Any:
+    """A numpy array as a tensor on a device, before whatever is asked of that device next; the host does not wait for it."""
+    import torch  # pyright: ignore[reportMissingImports] - only where there is a GPU
+
+    here = torch.from_numpy(array)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+
+
 def equal(a: Any, b: Any) -> bool:
     if on_host(a):
         return bool(np.array_equal(a, b))

@@ -60,7 +60,7 @@ class Bound:
         # On the host a piece is digested while the cache holds it; a GPU digests whole transfers, many in one launch, but for
         # those that are computed: their bytes exist only as pieces.
         self.whole = set[int]() if memory.device == "cpu" else set(self.rows[~direct & ~plan.computed[self.rows]].tolist())
-        self._odd = {piece.row for round_ in pieces for piece in round_ if piece.nbytes % 8}
+        self.odd = {piece.row for round_ in pieces for piece in round_ if piece.nbytes % 8}
         memory.digests(digest)  # raises now, before anything is paused, if this memory has no such digest
         self._digests: Digests | None = None
         # Made now: what cannot be quantised is said before anything is paused.
@@ -179,7 +179,7 @@ class Bound:
             return
         mine, rows, first = flight.digested
         mine_only = views if len(mine) == len(views) else [views[i] for i in mine]
-        self._digests.pieces((self._wave, group), rows, first, mine_only, self._odd)
+        self._digests.pieces((self._wave, group), rows, first, mine_only, self.odd)
 
     def finished_digests(self) -> str:
         """Of the transfers of this rank in order, 16 hex digits each; empty where none are wanted."""

@@ -1,16 +1,16 @@
 """Finding and encoding what changed on a GPU: thousands of regions in one launch, bodies stay in its memory.
 
-Regions are compared where they lie with the snapshot, in chunks; what changed is told tile by tile (Kind.TILES of
+Regions are compared where they lie with the snapshot, in parts; what changed is told tile by tile (Kind.TILES of
 weight_sync.delta.codec). The host sees of each record how many elements changed, and lays out its body. Besides the encoded
-changes themselves it takes an eighth of a chunk of memory, for flags.
+changes themselves it takes a bit for each element of two parts, for flags.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -21,9 +21,11 @@ from weight_sync.delta.codec import ALL, TILE
 from weight_sync.delta.message import HEADER_BYTES, RECORD, RECORD_BYTES, Kind, body_bytes
 from weight_sync.device.lanes import finish
 from weight_sync.device.tables import Box, Tables
+from weight_sync.errors import BindError, listed
 from weight_sync.layout.table import Ints
+from weight_sync.session.arrays import soon
 
-CHUNK = {"device": 2 << 30, "host": 256 << 20}
+CHUNK = {"device": 4 << 30, "host": 256 << 20}
 """Bytes of the snapshot that are compared at a time, by where it is kept."""
 COPYING = 512
 """Programs of copies inside one GPU's memory, beside nothing else."""
@@ -34,39 +36,69 @@ _SPAN = 2 << 20
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
     """What changed in some regions. directory: its records, `transfer` being the number of the region; at: byte of `bodies`
-    at which each one's body begins. bodies: uint8, on the GPU; None where it would take more than is left."""
+    at which each one's body begins; sizes: bytes of each on the wire. bodies: uint8, on the GPU; None where all records
+    together would take more than is left."""
 
     directory: NDArray[Any]
     at: Ints
-    bodies: Any
+    sizes: Ints
+    bodies: Any = None
 
     def nbytes(self, copies: Ints) -> int:
         """Of all its records, each copies[region] times."""
-        return int(((body_bytes(self.directory) + RECORD_BYTES) * copies[self.directory["transfer"]]).sum())
+        return int((self.sizes * copies[self.directory["transfer"]]).sum())
 
 
 class DeviceChanges:
-    """The regions of a rank that a GPU compares by itself.
+    """The regions of a rank that a GPU compares by itself. numbers: which they are.
 
-    numbers, boxes, start: of each region its number, where it lies, and at which byte of the snapshot. message: most bytes of a
-    message.
+    message: most bytes of a message; below about 64 KB nothing is compared here. chunk: bytes of the snapshot at a time.
     """
 
-    def __init__(self, device: Any, numbers: Sequence[int], boxes: Sequence[Box], start: Sequence[int], message: int) -> None:
+    def __init__(self, device: Any, message: int, chunk: int) -> None:
         from weight_sync.device import kernels
 
-        self._device = device
-        words = min(_SPAN, message - HEADER_BYTES - RECORD_BYTES) // 8 // kernels.PER_PROGRAM * kernels.PER_PROGRAM
-        self._groups: list[_Group] = []
-        self.numbers: list[int] = []
-        for size in sorted({box[1] for box in boxes}):
-            mine = [i for i, box in enumerate(boxes) if box[1] == size and words > 0 and Tables([box]).word == 8]
-            if mine:
-                group = _Group(
-                    size, [numbers[i] for i in mine], Tables([boxes[i] for i in mine], 8), [start[i] for i in mine], words
-                )
-                self._groups.append(group)
-                self.numbers += group.numbers
+        self._device, self._chunk = device, chunk
+        self._words = min(_SPAN, message - HEADER_BYTES - RECORD_BYTES) // 8 // kernels.PER_PROGRAM * kernels.PER_PROGRAM
+        self._parts: list[_Part] = []
+        self.numbers: set[int] = set()
+
+    def add(self, numbers: Sequence[int], boxes: Sequence[Box], start: Sequence[int]) -> None:
+        """Regions that lie in live parameters. start: byte of the snapshot at which each begins."""
+        even = [i for i, box in enumerate(boxes) if self._words and Tables([box]).word == 8]
+        for size in sorted({boxes[i][1] for i in even}):
+            mine = [i for i in even if boxes[i][1] == size]
+            tables = Tables([boxes[i] for i in mine], 8)
+            at = np.asarray([start[i] for i in mine], np.int64)[tables.owner] + tables.table[:, 6] * 8
+            number = np.asarray([numbers[i] for i in mine], np.int64)[tables.owner]
+            for rows in _cuts(at, at + tables.table[:, 5] * 8, self._chunk):
+                plain = tables.plain[rows] & (at[rows] % 16 == 0)
+                self._parts.append(_Part(self._device, size, self._words, tables.table[rows], plain, at[rows], number[rows]))
+        self.numbers |= {numbers[i] for i in even}
+
+    def add_filled(self, fill: Callable[[], Any], pieces: Sequence[tuple[int, int, int, int, int, int]]) -> None:
+        """Pieces of regions that lie in a buffer after each fill(): (number of the region, bytes of an element, address, bytes,
+        byte of the region at which it begins, byte of the snapshot there). All but the first two are multiples of 8."""
+        if not self._words:
+            return
+        columns = np.asarray(pieces, np.int64).T
+        for size in sorted(set(columns[1].tolist())):
+            number, _, address, nbytes, first, start = columns[:, columns[1] == size]
+            tables = Tables.of_ranges(address, nbytes, 8)
+            tables.table[:, 6] = first // 8
+            plain = tables.plain & (start % 16 == 0)  # both sides are asked for 16 bytes at a time
+            self._parts.append(_Part(self._device, size, self._words, tables.table, plain, start, number, fill))
+            fill = _nothing
+        self.numbers |= set(columns[0].tolist())
+
+    def check(self, nbytes: Mapping[int, int]) -> None:
+        """Raise BindError unless exactly these bytes of each region are compared: what nobody looks at would never be sent."""
+        found = dict.fromkeys(nbytes, 0)
+        for part in self._parts:
+            for number, size in zip(part.numbers.tolist(), part.nbytes.tolist(), strict=True):
+                found[number] = found.get(number, 0) + size
+        if wrong := [f"region {i}: {found[i]} of {nbytes.get(i, 0)} bytes" for i in found if found[i] != nbytes.get(i, 0)]:
+            raise BindError(f"deltas: a GPU would compare other bytes than are sent: {listed(wrong)}")
 
     def find(self, snapshot: Any, left: int, copies: Ints) -> Iterator[Found]:
         """What differs from the snapshot (uint8, in host memory or on the GPU), which is brought up to date.
@@ -75,17 +107,13 @@ class DeviceChanges:
         """
         import torch  # pyright: ignore[reportMissingImports] - what is on a GPU is a torch tensor
 
-        chunk = CHUNK["device" if isinstance(snapshot, torch.Tensor) else "host"]
-        with self.current():
-            for group in self._groups:
-                group.begin(self._device)
-            parts = ((group, part) for group in self._groups for part in group.parts(chunk))
-            # The GPU compares the next chunk while this one's records are laid out here. Not where chunks of the snapshot are
-            # brought there and taken back: those of different item sizes may overlap.
-            begun: deque[_Comparison] = deque()
-            most = 2 if isinstance(snapshot, torch.Tensor) else 1
+        # The GPU compares the next part while this one's records are laid out here. Not where parts of the snapshot are brought
+        # there and taken back: those of different item sizes may overlap.
+        most = 2 if isinstance(snapshot, torch.Tensor) else 1
+        parts, begun = iter(self._parts), deque[_Comparison]()
+        with self._current():
             while True:
-                begun += (_Comparison(group, part, snapshot, self._device) for group, part in islice(parts, most - len(begun)))
+                begun += (_Comparison(part, snapshot, self._device) for part in islice(parts, most - len(begun)))
                 if not begun:
                     return
                 found = begun.popleft().found(left, copies)
@@ -98,55 +126,68 @@ class DeviceChanges:
         """Copy all regions into the snapshot."""
         import torch  # pyright: ignore[reportMissingImports]
 
-        from weight_sync.device import kernels
+        with self._current():
+            for part in self._parts:
+                known = torch.as_tensor(snapshot[part.low : part.high])
+                there = known if isinstance(snapshot, torch.Tensor) else known.to(self._device, copy=True)
+                part.store(there)
+                if there is not known:
+                    known.copy_(there)
 
-        chunk = CHUNK["device" if isinstance(snapshot, torch.Tensor) else "host"]
-        with self.current():
-            for group in self._groups:
-                group.begin(self._device)
-                for part in group.parts(chunk):
-                    known = torch.as_tensor(snapshot[part.low : part.high])
-                    there = known if isinstance(snapshot, torch.Tensor) else known.to(self._device, copy=True)
-                    target = group.copies.clone()
-                    target[:, 0] += int(there.data_ptr()) - part.low
-                    for blocks in part.blocks:
-                        kernels.launch_copy(group.table, target, blocks, 8, programs=COPYING)
-                    if there is not known:
-                        known.copy_(there)
+    def digests(self) -> tuple[Ints, NDArray[np.uint64]]:
+        """Numbers of the regions and the digest of each, of the words that find() compared to its end."""
+        import torch  # pyright: ignore[reportMissingImports]
 
-    def digests(self) -> dict[int, str]:
-        """By number of the region, of the words that find() compared to its end: 16 hex digits."""
-        return {number: digest for group in self._groups for number, digest in group.digests().items()}
+        if not self._parts:
+            return np.zeros(0, np.int64), np.zeros(0, np.uint64)
+        sums = torch.cat([part.sums for part in self._parts]).cpu().numpy().view(np.uint64)
+        rows = np.concatenate([part.numbers for part in self._parts])
+        order = np.argsort(rows, kind="stable")
+        numbers, first = np.unique(rows[order], return_index=True)
+        nbytes = np.concatenate([part.nbytes for part in self._parts])[order]
+        totals = np.add.reduceat(sums[order], first)
+        return numbers, finish(totals, np.add.reduceat(nbytes, first).astype(np.uint64))
 
-    def current(self) -> AbstractContextManager[Any]:
+    def _current(self) -> AbstractContextManager[Any]:
         """The tensors' device, for launches."""
         import torch  # pyright: ignore[reportMissingImports]
 
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
-class _Comparison:
-    """One chunk, as the GPU looks at it. A snapshot in host memory is brought there for it, and taken back."""
+def _nothing() -> None: ...
 
-    def __init__(self, group: _Group, part: _Part, snapshot: Any, device: Any) -> None:
+
+def _cuts(start: Ints, end: Ints, chunk: int) -> Iterator[slice]:
+    """Rows that lie within `chunk` bytes together, in the order given; at least one."""
+    first = 0
+    for row in range(1, len(start) + 1):
+        if row == len(start) or int(end[row]) - int(start[first]) > chunk:
+            yield slice(first, row)
+            first = row
+
+
+class _Comparison:
+    """One part, as the GPU looks at it. A snapshot in host memory is brought there for it, and taken back."""
+
+    def __init__(self, part: _Part, snapshot: Any, device: Any) -> None:
         import torch  # pyright: ignore[reportMissingImports]
 
-        from weight_sync.device import changes, kernels
+        from weight_sync.device import changes
 
-        self._part, self._size, self._device = part, group.size, device
+        self._part, self._device = part, device
         self._host: Any = None
-        known = snapshot[part.low : part.high]
+        self._known = snapshot[part.low : part.high]
         if not isinstance(snapshot, torch.Tensor):
-            self._host = torch.from_numpy(known)
-            known = self._host.to(device, copy=True)
-        self._known, self._base = known, int(known.data_ptr()) - part.low
-        flags = torch.empty(len(part.record) * kernels.PER_PROGRAM // group.size, dtype=torch.uint8, device=device)
-        changes.launch_compare(group.table, *part.blocks, group.known, self._base, group.sums, flags, self._size)
-        self._flagged = changes.Flagged(flags, part.record, part.first_unit, part.span, self._size, TILE, ALL)
+            self._host = torch.from_numpy(self._known)
+            self._known = self._host.to(device, copy=True)
+        flags = part.compare(self._known)
+        self._flagged = changes.Flagged(flags, part.record, part.first_unit, part.span, part.size, TILE, ALL)
         counts = self._flagged.count(part.last_unit)
-        self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=on_gpu)
         self._counts.copy_(counts, non_blocking=True)
-        self._counted = torch.cuda.Event() if device.type == "cuda" else None
+        self._counted = torch.cuda.Event() if on_gpu else None
         if self._counted is not None:
             self._counted.record()
 
@@ -155,116 +196,81 @@ class _Comparison:
 
         if self._counted is not None:
             self._counted.synchronize()
-        changed = self._counts.numpy()
-        directory, at, layout = self._part.laid_out(changed, self._size)
-        if Found(directory, at, None).nbytes(copies) > left:
-            return Found(directory, at, None)
-        bodies = torch.zeros(int(body_bytes(directory).sum()), dtype=torch.uint8, device=self._device)
-        to = int(bodies.data_ptr())
-        layout[0] += self._base
+        changed, part = self._counts.numpy(), self._part
+        directory, at, layout = part.laid_out(changed)
+        sizes = body_bytes(directory)
+        found = Found(directory, at, sizes + RECORD_BYTES)
+        if found.nbytes(copies) > left:
+            return found
+        bodies = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device=self._device)
+        known, to = int(self._known.data_ptr()) - part.low, int(bodies.data_ptr())
+        layout[0] += known
         layout[1] = np.where(layout[1] < 0, 0, layout[1] + to)
         layout[2] += to
-        if (layout[1] > 0).any():
-            self._flagged.emit(*_soon(layout, self._device))
+        if layout[1].any():
+            self._flagged.emit(*soon(layout, self._device))
         dense = directory["kind"] == Kind.DENSE
         if dense.any():
-            self._copy(self._base + self._part.known_at[changed > 0][dense], to + at[dense], directory["span"][dense])
+            self._copy(known + part.known_at[changed > 0][dense], to + at[dense], directory["span"][dense])
         if self._host is not None:
             self._host.copy_(self._known)
-        return Found(directory, at, bodies)
+        return replace(found, bodies=bodies)
 
     def _copy(self, source: Ints, target: Ints, span: NDArray[Any]) -> None:
         """All elements of dense records, out of the snapshot, which has the new ones by now."""
-        import torch  # pyright: ignore[reportMissingImports]
-
         from weight_sync.device import kernels
 
-        nbytes = span.astype(np.int64) * self._size
+        nbytes = span.astype(np.int64) * self._part.size
         word = next(word for word in (8, 4, 2, 1) if not ((source | nbytes) % word).any())
         table, blocks = Tables.of_ranges(source, nbytes, word).on(self._device, kernels.PER_PROGRAM)
-        other = torch.from_numpy(Tables.of_ranges(target, nbytes, word).table).to(self._device)
-        kernels.launch_copy(table, other, blocks, word)
-
-
-class _Group:
-    """Regions whose elements have one size."""
-
-    def __init__(self, size: int, numbers: list[int], tables: Tables, start: list[int], words: int) -> None:
-        self.size, self.numbers, self._tables, self._words = size, numbers, tables, words
-        self._start = np.asarray(start, np.int64)[tables.owner] + tables.table[:, 6] * 8
-        """Byte of the snapshot at which each row of the table begins."""
-        self._nbytes = np.zeros(len(numbers), np.int64)
-        np.add.at(self._nbytes, tables.owner, tables.table[:, 5] * 8)
-        self._parts: dict[int, list[_Part]] = {}
-        self.table: Any = None
-        self.copies: Any = None
-        """The same rows, contiguous, by byte of the snapshot."""
-        self.known: Any = None
-        self.sums: Any = None
-
-    def begin(self, device: Any) -> None:
-        import torch  # pyright: ignore[reportMissingImports]
-
-        if self.table is None:
-            self.table = torch.from_numpy(self._tables.table).to(device)
-            self.known = torch.from_numpy(self._start).to(device)
-            copies = Tables.of_ranges(self._start, self._tables.table[:, 5] * 8, 8).table
-            self.copies = torch.from_numpy(copies).to(device)
-        self.sums = torch.zeros(len(self._tables.table), dtype=torch.int64, device=device)
-
-    def parts(self, chunk: int) -> list[_Part]:
-        """Rows whose snapshot lies within `chunk` bytes. Made once."""
-        if chunk not in self._parts:
-            ends = self._start + self._tables.table[:, 5] * 8
-            cuts, low = [0], 0
-            for row, (start, end) in enumerate(zip(self._start.tolist(), ends.tolist(), strict=True)):
-                if row > cuts[-1] and end - low > chunk:
-                    cuts.append(row)
-                if row == cuts[-1]:
-                    low = start
-            bounds = zip(cuts, [*cuts[1:], len(ends)], strict=True)
-            numbers = np.asarray(self.numbers, np.int64)[self._tables.owner]
-            self._parts[chunk] = [
-                _Part(self._tables, self._start, numbers, self.size, self._words, a, b, self.table.device) for a, b in bounds
-            ]
-        return self._parts[chunk]
-
-    def digests(self) -> dict[int, str]:
-        totals = np.zeros(len(self.numbers), np.uint64)
-        np.add.at(totals, self._tables.owner, self.sums.cpu().numpy().view(np.uint64))
-        found = finish(totals, self._nbytes.astype(np.uint64))
-        return {number: f"{value:016x}" for number, value in zip(self.numbers, found.tolist(), strict=True)}
+        kernels.launch_copy(table, soon(Tables.of_ranges(target, nbytes, word).table, self._device), blocks, word)
 
 
 class _Part:
-    """Rows [first, end) of a group: which programs compare them, and the records that they are cut into."""
+    """Rows of regions that are compared by one launch, and the records that they are cut into.
+
+    table, plain: as in Tables, in words of 8 bytes; start: byte of the snapshot of each row; numbers: region of each.
+    size: bytes of an element. words: most of a record, whole programs. fill: brings what is compared to where the rows say.
+    """
 
     def __init__(
-        self, tables: Tables, start: Ints, numbers: Ints, size: int, words: int, first: int, end: int, device: Any
+        self,
+        device: Any,
+        size: int,
+        words: int,
+        table: Ints,
+        plain: NDArray[np.bool_],
+        start: Ints,
+        numbers: Ints,
+        fill: Callable[[], Any] = _nothing,
     ) -> None:
         import torch  # pyright: ignore[reportMissingImports]
 
         from weight_sync.device import kernels
 
-        rows = np.zeros(len(start), np.bool_)
-        rows[first:end] = True
-        self.low, self.high = int(start[first]), int((start + tables.table[:, 5] * 8)[first:end].max())
-        self.blocks = tuple(tables.blocks_on(device, kernels.PER_PROGRAM, rows & kind) for kind in (tables.plain, ~tables.plain))
-        total = tables.table[first:end, 5]
+        self.size, self.numbers, self._device, self._fill = size, numbers, device, fill
+        total, position = table[:, 5], table[:, 6]
+        self.nbytes = total * 8
+        self.low, self.high = int(start.min()), int((start + self.nbytes).max())
+        tables = Tables((), 8)
+        tables.table = table
+        self._table = torch.from_numpy(table).to(device)
+        self._blocks: list[Any] = [tables.blocks_on(device, kernels.PER_PROGRAM, kind) for kind in (plain, ~plain)]
+        self._start = torch.from_numpy(start).to(device)
+        self.sums: Any = torch.zeros(len(table), dtype=torch.int64, device=device)
         units = -(-total // kernels.PER_PROGRAM)
         # Flags, and so units, are in the order of the blocks: of all plain rows, then of the others.
-        order = np.argsort(~tables.plain[first:end], kind="stable")
+        order = np.argsort(~plain, kind="stable")
         unit = np.empty_like(units)  # the first of each row
         unit[order] = np.cumsum(units[order]) - units[order]
         count = -(-total // words)  # records of each row
         row = np.repeat(np.arange(len(total)), count)
         word = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)) * words
         of_record = np.minimum(total[row] - word, words)
-        each = 8 // size
-        self._number = numbers[first:end][row]
-        self._first = (tables.table[first:end, 6][row] + word) * each
-        self._span = of_record * each
-        self.known_at = start[first:end][row] + word * 8
+        self._number = numbers[row]
+        self._first = (position[row] + word) * 8 // size
+        self._span = of_record * 8 // size
+        self.known_at = start[row] + word * 8
         begin, units = unit[row] + word // kernels.PER_PROGRAM, -(-of_record // kernels.PER_PROGRAM)
         record = np.empty(int(units.sum()), np.int32)
         record[np.arange(len(record)) + np.repeat(begin - (np.cumsum(units) - units), units)] = np.repeat(
@@ -273,11 +279,37 @@ class _Part:
         there = [torch.from_numpy(column).to(device) for column in (record, self._span, begin, begin + units - 1)]
         self.record, self.span, self.first_unit, self.last_unit = there
 
-    def laid_out(self, changed: Ints, size: int) -> tuple[NDArray[Any], Ints, Ints]:
+    def compare(self, known: Any) -> Any:
+        """Flags of all elements that differ from `known`, bytes low to high of the snapshot, which gets what they are now."""
+        import torch  # pyright: ignore[reportMissingImports]
+
+        from weight_sync.device import changes, kernels
+
+        self._fill()
+        self.sums.zero_()
+        flags = torch.empty(len(self.record) * kernels.PER_PROGRAM // self.size, dtype=torch.uint8, device=self._device)
+        base = int(known.data_ptr()) - self.low
+        changes.launch_compare(self._table, self._blocks, self._start, base, self.sums, flags, self.size)
+        return flags
+
+    def store(self, known: Any) -> None:
+        """Copy the rows into `known`, bytes low to high of the snapshot."""
+        import torch  # pyright: ignore[reportMissingImports]
+
+        from weight_sync.device import kernels
+
+        self._fill()
+        one, zero, total = torch.ones_like(self._start), torch.zeros_like(self._start), self._table[:, 5]
+        start = self._start + (int(known.data_ptr()) - self.low)
+        target = torch.stack([start, total, one, zero, zero, total, zero], 1)
+        for blocks in self._blocks:
+            kernels.launch_copy(self._table, target, blocks, 8, programs=COPYING)
+
+    def laid_out(self, changed: Ints) -> tuple[NDArray[Any], Ints, Ints]:
         """From the elements told of each record: the directory of those with any; where their bodies lie; and [3, records]
         byte of the snapshot, byte of the index (-1: none) and of the values."""
-        tiles = -(-self._span // TILE)
-        index, values = tiles + changed, changed * size
+        size = self.size
+        index, values = -(-self._span // TILE) + changed, changed * size
         tiled = -(-index // 8) * 8 + -(-values // 8) * 8
         dense = tiled >= -(-self._span * size // 8) * 8
         directory = np.zeros(len(changed), RECORD)
@@ -291,11 +323,3 @@ class _Part:
         at = np.cumsum(sizes) - sizes
         layout = np.stack([self.known_at, np.where(some & ~dense, at, -1), at + -(-index // 8) * 8])
         return directory[some], at[some], layout
-
-
-def _soon(array: NDArray[Any], device: Any) -> Any:
-    """On the device before whatever is asked of it next; the host does not wait."""
-    import torch  # pyright: ignore[reportMissingImports]
-
-    here = torch.from_numpy(array)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

@@ -1,7 +1,7 @@
-"""What changed on a trainer rank, encoded: records of its regions, and the messages that they make for each rollout rank.
+"""What changed on a trainer rank, encoded: records of its regions, and the messages of them for each rollout rank.
 
-A region goes to several ranks, so its records are kept once, by region, and laid down in each message under the transfers of that
-message's table.
+A region goes to several ranks, so its records are kept once, by region, and laid down in each message under the transfers of
+that message's table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The bytes that a trainer rank last sent, and comparing with them what it would send now, region by region.
 
-What a GPU compares in thousands of regions at once is in weight_sync.session.delta_device; here is host memory, and what exists on
-a GPU only while it is looked at: weights that are cast or quantised, and regions that are not made of whole 8-byte words.
+What a GPU compares in thousands of regions at once is in weight_sync.session.delta_device. Here is host memory, and what is
+left of a GPU: regions that are not made of whole 8-byte words; with the snapshot on the host, weights that are computed.
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ SourceAgent calls this, on its thread and under its lock.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weight_sync.delta.codec import Record, encode, most_elements
 from weight_sync.delta.message import Label
@@ -20,12 +22,14 @@ from weight_sync.delta.regions import Regions, regions_of
 from weight_sync.delta.spec import Base, DeltaSpec
 from weight_sync.errors import SessionError
 from weight_sync.ids import Deadline
+from weight_sync.layout.table import Ints
 from weight_sync.session.arrays import to_host
 from weight_sync.session.bound import Bound
-from weight_sync.session.delta_device import DeviceChanges
+from weight_sync.session.delta_device import CHUNK, DeviceChanges
 from weight_sync.session.delta_encoded import Encoded, Message
 from weight_sync.session.delta_snapshot import Parts, Snapshot
 from weight_sync.session.digests import HostDigests, box_of
+from weight_sync.session.pieces import Flight, filled
 from weight_sync.transport.base import Batch, DeviceOrdered, Endpoint, Region, Ticket, Transport
 
 _SPAN = 1 << 20
@@ -79,7 +83,7 @@ class DeltaSource:
             self._snapshot = Snapshot(bound, regions.total, spec.snapshot == "device")
         self._made_for = made_for
         self._regions, self._parts = regions, Parts(bound, regions)
-        self._device = _on_device(bound, regions, spec.message)
+        self._device = _on_device(bound, regions, spec)
 
     def drop(self, why: str) -> None:
         self._held, self._why, self._session, self._messages, self._encoded = None, why, "", [], Encoded()
@@ -134,14 +138,14 @@ class DeltaSource:
         elements = encoded = 0
         alone = set[int]()
         if self._device is not None:
-            alone = set(self._device.numbers)
+            alone = self._device.numbers
             for part in self._device.find(self._snapshot.whole, limit, copies):
                 encoded += part.nbytes(copies)
                 if part.bodies is None:
                     return elements, encoded
                 found.add_found(part)
-            elements = int(volume[self._device.numbers].sum())
-            digests.known(self._device.digests())
+            elements = int(volume[sorted(alone)].sum())
+            digests.known(*self._device.digests())
         for number in range(len(regions.first)):
             if number not in alone:
                 records = self._compare(number, digests)
@@ -247,7 +251,7 @@ class DeltaSource:
             alone = set[int]()
             if self._device is not None:
                 self._device.store(self._snapshot.whole)
-                alone = set(self._device.numbers)
+                alone = self._device.numbers
             for number in range(len(regions.first)):
                 if number not in alone:
                     at, row = int(regions.start[number]), int(regions.first[number])
@@ -257,15 +261,34 @@ class DeltaSource:
         return {"snapshot": self.nbytes}
 
 
-def _on_device(bound: Bound, regions: Regions, message: int) -> DeviceChanges | None:
-    """What a GPU compares by itself; the rest, computed values and odd regions, is compared one by one."""
+def _on_device(bound: Bound, regions: Regions, spec: DeltaSpec) -> DeviceChanges | None:
+    """What a GPU compares by itself: what is sent as it lies, and, where the snapshot is beside it, what is made in the staging
+    buffer. The rest is compared region by region."""
     if bound.memory.device == "cpu":
         return None
-    numbers = np.flatnonzero(~bound.schedule.plan.computed[regions.first]).tolist()
+    computed = bound.schedule.plan.computed[regions.first]
+    numbers = np.flatnonzero(~computed).tolist()
     views = [bound.view(int(regions.first[i])) for i in numbers]
-    if not views:
-        return None
-    return DeviceChanges(views[0].device, numbers, [box_of(v) for v in views], regions.start[numbers].tolist(), message)
+    found = DeviceChanges(bound.memory.on, spec.message, CHUNK[spec.snapshot])
+    found.add(numbers, [box_of(view) for view in views], regions.start[numbers].tolist())
+    if spec.snapshot == "device":
+        made = {int(regions.first[i]): i for i in np.flatnonzero(computed).tolist() if int(regions.first[i]) not in bound.odd}
+        for flight in (flight for round_ in bound.flights for flight in round_):
+            if pieces := list(_in_staging(bound, flight, regions, made)):
+                found.add_filled(partial(filled, bound, flight), pieces)
+    found.check({int(i): int(regions.nbytes[i]) for i in found.numbers})
+    return found
+
+
+def _in_staging(
+    bound: Bound, flight: Flight, regions: Regions, made: Mapping[int, int]
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """The pieces of a flight that are of regions `made` (by plan row), as DeviceChanges.add_filled takes them."""
+    for piece, offset, first in zip(flight.pieces, flight.offsets, flight.first, strict=True):
+        region = made.get(piece.row)
+        if region is not None and offset is not None:
+            size, start = int(bound.schedule.plan.itemsize[piece.row]), int(regions.start[region]) + first
+            yield region, size, bound.stage.storage.address + offset, piece.nbytes, first, start
 
 
 def _landed(transport: Transport, tickets: list[Ticket], deadline: Deadline) -> int:
@@ -278,18 +301,19 @@ class _Digests:
     """Digests of a rank's transfers, of the very words that are compared; one for each region."""
 
     def __init__(self, regions: Regions, kind: str) -> None:
-        self._of = regions.of.tolist()
+        self._of = regions.of
         self._host = HostDigests(kind)
-        self._known: dict[int, str] = {}
+        self._known = np.zeros(len(regions.first), np.uint64)
+        self._is_known = np.zeros(len(regions.first), np.bool_)
 
     def add(self, region: int, words: Any) -> None:
         self._host.add(region, to_host(words))
 
-    def known(self, digests: Mapping[int, str]) -> None:
+    def known(self, regions: Ints, digests: NDArray[np.uint64]) -> None:
         """Of regions that a GPU compared."""
-        self._known |= digests
+        self._known[regions], self._is_known[regions] = digests, True
 
     def text(self) -> str:
-        rest = sorted(set(self._of) - self._known.keys())
-        by_region = self._known | dict(zip(rest, self._host.hex(rest), strict=True))
-        return "".join(by_region[i] for i in self._of)
+        rest = np.flatnonzero(~self._is_known).tolist()
+        self._known[rest] = [int(digest, 16) for digest in self._host.hex(rest)]
+        return self._known[self._of].astype(">u8").tobytes().hex()

@@ -1,7 +1,7 @@
 """A delta's messages on an engine's GPU: read, checked and written there; the host sees header, directory and sums.
 
-What a trainer's GPU encodes (Kind.TILES and DENSE) is worked on in place, thousands of records in one launch. Other kinds, which
-a trainer on the host sends, are decoded on the host.
+What a trainer's GPU encodes (Kind.TILES and DENSE) is worked on in place, thousands of records in one launch. Other kinds,
+which a trainer on the host sends, are decoded on the host.
 """
 
 from __future__ import annotations
@@ -84,13 +84,11 @@ class DeviceMessage:
 
     def write(self) -> None:
         """Put the words where they belong, on the current stream."""
-        import torch  # pyright: ignore[reportMissingImports]
-
         with self._current():
             for told, mine in self._told:
-                first = torch.from_numpy(self._directory["first"][mine].astype(np.int64)).to(self._device)
-                row = torch.from_numpy(self._places.row[self._directory["transfer"][mine]]).to(self._device)
-                told.write(first, row, self._places.table(told.size, self._device))
+                first = self._directory["first"][mine].astype(np.int64)
+                row = self._places.row[self._directory["transfer"][mine]]
+                told.write(*self._there(np.stack([first, row])), self._places.table(told.size, self._device))
 
     def _check(self, records: Ints) -> None:
         directory = self._directory[records]
@@ -108,12 +106,13 @@ class DeviceMessage:
                 self._check_size(each, records[size == each])
 
     def _check_size(self, size: int, mine: Ints) -> None:
-        from weight_sync.device.changes import Told
+        from weight_sync.device.changes import GROUP, Told
 
         directory, at = self._directory[mine], self._at[mine]
-        index = directory["index"].astype(np.int64)
-        index_at = np.where(directory["kind"] == Kind.DENSE, -1, at)
-        told = Told(self._body, size, TILE, ALL, directory["span"].astype(np.int64), index_at, at + -(-index // 8) * 8)
+        index, span = directory["index"].astype(np.int64), directory["span"].astype(np.int64)
+        groups = -(-span // (TILE * GROUP))
+        columns = np.stack([groups, np.where(directory["kind"] == Kind.DENSE, -1, at), at + -(-index // 8) * 8, span])
+        told = Told(self._body, size, TILE, ALL, int(groups.sum()), self._there(columns))
         bad, *counts = told.tally().cpu().tolist()
         for i in np.flatnonzero(np.asarray(counts, np.int64) != directory["changed"])[:1].tolist():
             bad = min(bad, i)
@@ -128,15 +127,18 @@ class DeviceMessage:
 
     def _zeros(self, at: Ints, index: Ints, values: Ints) -> None:
         """The bytes between the parts of records."""
-        import torch  # pyright: ignore[reportMissingImports]
-
         low = np.concatenate([at + index, at + -(-index // 8) * 8 + values])
         gap = np.concatenate([padded_by(index), padded_by(values)])
         between = np.arange(int(gap.sum())) + np.repeat(low - (np.cumsum(gap) - gap), gap)
-        if len(between) and bool(self._body[torch.from_numpy(between).to(self._device)].any()):
+        if len(between) and bool(self._body[self._there(between)].any()):
             raise DeltaError(f"{self._where}: bytes between the parts of its records are not zero")
 
-    def _at_record(self, number: int) -> str:
+    def _there(self, array: Ints) -> Any:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        return torch.from_numpy(array).to(self._device)
+
+    def _at_record(self, number: Any) -> str:
         return f"{self._where}, record {number}"
 
     def _current(self) -> Any:

@@ -28,6 +28,11 @@ class DeviceMemory(Memory):
     def device(self) -> str:
         return "cuda"
 
+    @property
+    def on(self) -> Any:
+        """The torch device."""
+        return self._device
+
     def raw(self, name: str) -> Any:
         """The live bytes of a parameter as a uint8 tensor. Raises BindError for one that is not row-major contiguous."""
         return self._words(name).view(self._torch.uint8)

@@ -135,6 +135,11 @@ class Memory:
         return "cpu"
 
     @property
+    def on(self) -> Any:
+        """The device as its own library knows it; nothing on the host."""
+        return None
+
+    @property
     def epoch(self) -> int:
         return epoch_of(self.storages)
 

@@ -131,14 +131,14 @@ def write_pieces(transport: Transport, bound: Bound, round_: int, deadline: Dead
                 ordered.follow(flying[number - 2])
         elif len(flying) == 2:
             moved += transport.wait(flying.popleft(), deadline).nbytes
-        bound.digest_pieces((round_, number), flight, _filled(bound, flight))
+        bound.digest_pieces((round_, number), flight, filled(bound, flight))
         if ordered is None:
             bound.memory.settle()  # what was packed is there before the transport looks
         flying.append(transport.write(flight.batch))
     return moved, list(flying)
 
 
-def _filled(bound: Bound, flight: Flight) -> Sequence[Any]:
+def filled(bound: Bound, flight: Flight) -> Sequence[Any]:
     """What is written of each piece: its packed, cast or quantised words, or the live ones."""
     plan = bound.schedule.plan
     if flight.made is not None:

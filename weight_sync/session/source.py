@@ -334,8 +334,8 @@ class SourceAgent:
         return reply | {"session": payload["session"], "spans": [self._span("encode", begin, wall, 0)]}
 
     def _send(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        bound, begin, wall = self._quiet("send", payload), time.monotonic(), time.time()
-        self._not_moved(bound)
+        begin, wall = time.monotonic(), time.time()
+        self._quiet("send", payload)
         assert self._transport is not None
         self._writing = True  # as in write
         moved, writes = self._delta.send(payload, self._transport)

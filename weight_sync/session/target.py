@@ -255,8 +255,7 @@ class TargetAgent:
         return {}
 
     def _patch(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        memory, table = self._in_session(payload)
-        self._not_moved(memory)
+        memory, table = self._in_session(payload)  # whose memory lies where it lay at begin; verify() looks again
         if self._delta is None:
             raise SessionError(f"rollout rank {self.rank}: patch, but it was bound without deltas")
         return self._delta.patch(table, self._stage, self._held, self._epoch(memory), payload)
