@@ -29,7 +29,7 @@ CHUNK = {"device": 4 << 30, "host": 256 << 20}
 """Bytes of the snapshot that are compared at a time, by where it is kept."""
 COPYING = 512
 """Programs of copies inside one GPU's memory, beside nothing else."""
-_SPAN = 2 << 20
+_SPAN = 16 << 20
 """Most bytes of one record's elements."""
 
 
