@@ -16,7 +16,7 @@ GPU 1, each side in a process of its own. In turn, several times:
 
 Cases: same: one rank to one rank. gather: 8 trainer ranks (tp8 etp8) to 1; scatter: 1 to 8 engine ranks (tp8): row-parallel
 weights become strided. tiny: as same, with as many tensors but small ones (an expert's matrix has 32 KB). After every method
-the engine's parameters are digested and must equal those of the first.
+the engine's parameters are digested and must equal those of the first. See gpu_fp8.py for quantising, gpu_delta.py for deltas.
 """
 
 from __future__ import annotations

@@ -270,10 +270,10 @@ def _poke(at: int, code: str, value: int) -> Callable[[], Any]:
     return make
 
 
-def _two(first: int) -> Callable[[], Any]:
+def _two(first: int, transfers: tuple[int, int] = (0, 0)) -> Callable[[], Any]:
     def make() -> Any:
         one = Record(Kind.DENSE, 2, 4, 4, 4, np.empty(0, np.uint8), np.zeros(8, np.uint8))
-        return message([(0, one), (0, replace(one, first=first))])
+        return message([(transfers[0], one), (transfers[1], replace(one, first=first))])
 
     return make
 
@@ -319,7 +319,7 @@ def test_tiles_that_are_not_as_the_format_says_are_refused_even_with_a_digest_th
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (_record(transfer=1), "transfer 1 are not in the plan"),
+        (_record(transfer=2), "transfer 2 are not in the plan"),
         (_record(first=8), r"elements \[8, 24\) of transfer 0 are not in the plan"),
         (_record(itemsize=4, values=np.zeros(8, np.uint8)), "elements of 4 bytes; transfer 0 has other ones"),
         (_record(index=np.asarray([3, 13], np.uint8)), "gaps lead to element 17 of 16"),
@@ -344,6 +344,7 @@ def test_tiles_that_are_not_as_the_format_says_are_refused_even_with_a_digest_th
         (_poke(FIRST + 24, "I", 1 << 20), "leave the message"),
         (_poke(FIRST + RECORD_BYTES + 4, "B", 9), "bytes between its parts are not zero"),
         (_poke(FIRST + RECORD_BYTES + 12, "B", 9), "bytes between its parts are not zero"),
+        (_poke(12, "I", 2), "the message ends before its 2 records"),
         (_poke(12, "I", 3), "the message ends before its 3 records"),
         (_poke(12, "I", 0), "bytes behind its last record"),
         (_poke(FIRST + 8, "Q", 2**63 - 1), "are not in the plan"),
@@ -354,15 +355,18 @@ def test_tiles_that_are_not_as_the_format_says_are_refused_even_with_a_digest_th
         (_two(6), "overlaps what came before"),
         (_two(0), "comes late"),
         (_two(8), None),
+        (_two(2), "overlaps what came before"),
+        (_two(8, (1, 0)), "transfer 0 from element 8 overlaps what came before, or comes late"),
+        (_two(0, (0, 1)), None),
     ],
 )
 def test_what_is_malformed_or_out_of_range_is_refused_even_with_a_digest_that_fits(make: Any, says: str | None) -> None:
-    raw = make()
+    raw, sizes = make(), [(16, 2), (16, 2)]
     if says is None:
-        assert decode(raw, LABEL, [(16, 2)])
+        assert decode(raw, LABEL, sizes)
         return
     with pytest.raises(DeltaError, match=says):
-        decode(raw, LABEL, [(16, 2)])
+        decode(raw, LABEL, sizes)
 
 
 @settings(max_examples=200, deadline=None)

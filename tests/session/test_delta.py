@@ -110,9 +110,13 @@ def test_an_engine_keeps_serving_until_everything_is_encoded() -> None:
 def test_changes_that_take_more_than_their_share_are_sent_as_a_complete_session_and_the_next_delta_is_one() -> None:
     world = settled(replace(SMALL, max_share=0.3))
     world.step()
+    kept: list[int] = []
+    world.traps.do("engine e0", "begin", lambda: kept.extend(a._delta._encoded.changed for a in world.source_agents))
     outcome = complete(world, 3, Reason.SHARE)
     assert outcome.delta is not None
     assert "more than 30% of its" in outcome.delta.text
+    assert 0 < outcome.delta.changed <= outcome.delta.elements
+    assert set(kept) == {0}, "what will not be sent is not kept while everything else is"
     nudge(world, 0.005)
     delta(world, 4)
 

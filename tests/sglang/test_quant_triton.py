@@ -1,8 +1,7 @@
 """The Triton kernels of quantisation, interpreted on the CPU: the bytes that numpy makes, in one launch for many jobs.
 
-In a process of its own, for TRITON_INTERPRET must stand before triton is imported. The interpreter cuts bits off where a GPU
-rounds, and does not saturate; the conversions between float formats are given to it here. On a GPU the same is compared by
-tests/gpu/test_gpu_quant.py.
+In a process of its own, for TRITON_INTERPRET must stand before triton is imported (see also interpreted.py). On a GPU the same
+is compared by tests/gpu/test_gpu_quant.py.
 """
 
 from __future__ import annotations
@@ -13,20 +12,13 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-import ml_dtypes, numpy as np, torch, triton.runtime.interpreter as interpreter
+import interpreted, numpy as np, torch
 from quant_support import empty_parts, quantised, shipped, weights, words
 from weight_sync.quant.kernel import Job
 from weight_sync.quant.torch_ops import TorchKernel
 from weight_sync.quant.triton_launch import TritonKernel
 
-FLOATS = {"bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp8e4nv": ml_dtypes.float8_e4m3fn}
-
-def converted(x, source, target, rounding):
-    x = x.view(FLOATS[source.name])
-    with np.errstate(all="ignore"):
-        return (np.clip(x, -448, 448) if target.name == "fp8e4nv" else x).astype(FLOATS[target.name])
-
-interpreter._convert_float = converted
+interpreted.rounding()
 torch.set_num_threads(1)
 
 def tensor(values):
@@ -94,7 +86,9 @@ print("ok")
 
 
 def test_quantisation_by_triton_is_that_of_numpy() -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1] / "quant"), "OMP_NUM_THREADS": "1"}
+    here = Path(__file__).parent
+    path = os.pathsep.join(map(str, (here, here.parent / "quant")))
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "ok"

@@ -167,10 +167,10 @@ def decode(raw: Bytes, label: Label, transfers: Sequence[tuple[int, int]] | Ints
     return list(changes(raw[found.begin :], found.directory, found.at, where_of(label)))
 
 
-def changes(bodies: Bytes, directory: NDArray[Any], at: Ints, where: str) -> Iterator[Change]:
-    """What these records of a message change. at: where each one's body begins in `bodies`."""
-    for number, entry in enumerate(directory):
-        here = f"{where}, record {number}"
+def changes(bodies: Bytes, directory: NDArray[Any], at: Ints, where: str, numbers: Ints | None = None) -> Iterator[Change]:
+    """What records of a message change. at: where each one's body begins in `bodies`. numbers: which they are, if not all."""
+    for number in range(len(directory)) if numbers is None else numbers.tolist():
+        entry, here = directory[number], f"{where}, record {number}"
         _, kind, size, _, first, span, changed, index_bytes, _ = (int(value) for value in entry)
         index_end = int(at[number]) + index_bytes
         values_at = int(at[number]) + padded(index_bytes)

@@ -20,7 +20,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from weight_sync.device.kernels import _WORD, PER_PROGRAM, _fields, _offsets
+from weight_sync.device.kernels import _WORD, PER_PROGRAM, _fields, _hashed, _offsets
 from weight_sync.device.lanes import GOLDEN, MIX_1, MIX_2
 
 GROUP = 128
@@ -40,7 +40,7 @@ def compare_kernel(
 ):  # fmt: skip
     """Compare regions with a copy, which gets their words: word k of one at known_base + known[region] + 8 k.
 
-    flags: a bit for each element, lowest bit of the first byte first. sums[region] += the h_i of its words, as in digest_kernel.
+    flags: a bit for each element, lowest bit of the first byte first. sums[region] += the h_i of its words (digest_kernel).
     """
     program = tl.program_id(0).to(tl.int64)
     region = tl.load(block_region + program).to(tl.int64)
@@ -73,13 +73,7 @@ def compare_kernel(
         flag = flag << word % SIZE * EACH
         flag = tl.sum(tl.reshape(flag, [ROW // SIZE, SIZE]), 1)
         tl.store(flags + (program * WORDS + low) // SIZE + byte, flag.to(tl.uint8))
-        h = x.to(tl.uint64, bitcast=True)
-        h = h + (k + position + 1).to(tl.uint64, bitcast=True) * tl.full([ROW], GOLDEN, tl.uint64)
-        h = h ^ (h >> 33)
-        h = h * tl.full([ROW], MIX_1, tl.uint64)
-        h = h ^ (h >> 33)
-        h = h * tl.full([ROW], MIX_2, tl.uint64)
-        h = h ^ (h >> 33)
+        h = _hashed(x, k + position, GOLDEN, MIX_1, MIX_2)
         acc += tl.where(inside, h, tl.zeros([ROW], tl.uint64))
     tl.atomic_add(sums + region, tl.sum(acc.to(tl.int64, bitcast=True), 0))
 
@@ -353,3 +347,14 @@ class Told:
             WORD=_WORD[self.size], SIZE=self.size, TILE=self._tile, ALL=self._all, GROUP=GROUP, AHEAD=AHEAD,
             WRITE=table is not None, num_warps=4,
         )  # fmt: skip
+
+
+def warm(size: int, tile: int, all_of_it: int, device: Any) -> None:
+    """Compile what a first delta would compile while an engine stands still, by a record that tells nothing."""
+    table = torch.tensor([[0, 1, 1, 0, 0, 1, 0]], dtype=torch.int64, device=device)
+    columns = torch.tensor([[1, 0], [0, 0], [8, 0], [1, 0]], dtype=torch.int64, device=device)
+    body = torch.zeros(16, dtype=torch.uint8, device=device)
+    told = Told(body, size, tile, all_of_it, 1, columns[:, :1])
+    told.tally()
+    told.check()
+    told.write(columns[1], columns[1], table)

@@ -55,6 +55,18 @@ def _offsets(k, run, inner, outer_stride, inner_stride, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _hashed(x, position, GOLDEN: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr):
+    """The h_i of words x at these positions of what is digested (weight_sync.device.lanes)."""
+    golden = tl.full(x.shape, GOLDEN, tl.uint64)
+    h = x.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64, bitcast=True) * golden
+    h = h ^ (h >> 33)
+    h = h * tl.full(x.shape, MIX_1, tl.uint64)
+    h = h ^ (h >> 33)
+    h = h * tl.full(x.shape, MIX_2, tl.uint64)
+    return h ^ (h >> 33)
+
+
+@triton.jit
 def digest_kernel(
     table, block_region, block_first, sums, GOLDEN: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr,
     BLOCK: tl.constexpr, LOOPS: tl.constexpr,
@@ -65,9 +77,6 @@ def digest_kernel(
     first = tl.load(block_first + program)
     base, run, inner, outer_stride, inner_stride, total = _fields(table, region)
     position = tl.load(table + region * 7 + 6)
-    golden = tl.full([BLOCK], GOLDEN, tl.uint64)
-    mix_1 = tl.full([BLOCK], MIX_1, tl.uint64)
-    mix_2 = tl.full([BLOCK], MIX_2, tl.uint64)
     acc = tl.zeros([BLOCK], tl.uint64)
     for step in range(LOOPS):
         k = first + step * BLOCK + tl.arange(0, BLOCK)
@@ -77,14 +86,8 @@ def digest_kernel(
         else:
             offset = _offsets(k, run, inner, outer_stride, inner_stride, 8)
         pointer = (base + offset).to(tl.pointer_type(tl.int64))
-        x = tl.load(pointer, mask=inside, other=0).to(tl.uint64, bitcast=True)
-        x = x + (k + position + 1).to(tl.uint64, bitcast=True) * golden
-        x = x ^ (x >> 33)
-        x = x * mix_1
-        x = x ^ (x >> 33)
-        x = x * mix_2
-        x = x ^ (x >> 33)
-        acc += tl.where(inside, x, tl.zeros([BLOCK], tl.uint64))
+        h = _hashed(tl.load(pointer, mask=inside, other=0), k + position, GOLDEN, MIX_1, MIX_2)
+        acc += tl.where(inside, h, tl.zeros([BLOCK], tl.uint64))
     tl.atomic_add(sums + region, tl.sum(acc.to(tl.int64, bitcast=True), 0))
 
 
@@ -105,16 +108,9 @@ def digest_plain_kernel(
     inside = k < total
     pointer = tl.load(row).to(tl.pointer_type(tl.int64)) + k
     pointer = tl.max_contiguous(tl.multiple_of(pointer, (1, 16)), (1, 16))
-    x = tl.load(pointer, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    position = tl.load(row + 6)
-    x = x + (k + position + 1).to(tl.uint64, bitcast=True) * tl.full([LOOPS, BLOCK], GOLDEN, tl.uint64)
-    x = x ^ (x >> 33)
-    x = x * tl.full([LOOPS, BLOCK], MIX_1, tl.uint64)
-    x = x ^ (x >> 33)
-    x = x * tl.full([LOOPS, BLOCK], MIX_2, tl.uint64)
-    x = x ^ (x >> 33)
-    x = tl.where(inside, x, tl.zeros([LOOPS, BLOCK], tl.uint64))
-    tl.atomic_add(sums + region, tl.sum(tl.sum(x.to(tl.int64, bitcast=True), 1), 0))
+    h = _hashed(tl.load(pointer, mask=inside, other=0), k + tl.load(row + 6), GOLDEN, MIX_1, MIX_2)
+    h = tl.where(inside, h, tl.zeros([LOOPS, BLOCK], tl.uint64))
+    tl.atomic_add(sums + region, tl.sum(tl.sum(h.to(tl.int64, bitcast=True), 1), 0))
 
 
 # How many there are must not decide which program runs: one would be compiled in the middle of a sync.

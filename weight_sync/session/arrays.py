@@ -6,6 +6,7 @@ of signed ones on a GPU (torch has no arithmetic on unsigned words); only their 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,27 @@ def to_host(view: Any) -> Any:
     return view if on_host(view) else view.cpu().numpy()
 
 
+def current(device: Any) -> AbstractContextManager[Any]:
+    """This device for launches: kernels go to the current one, wherever their tensors are."""
+    import torch  # pyright: ignore[reportMissingImports] - only where there is a GPU
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def soon(array: Any, device: Any) -> Any:
     """A numpy array as a tensor on a device, before whatever is asked of that device next; the host does not wait for it."""
     import torch  # pyright: ignore[reportMissingImports] - only where there is a GPU
 
     here = torch.from_numpy(array)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+
+
+def columns_for(rows: Any) -> Any:
+    """int64 [rows, n] with a column more where n is odd: each row begins at a multiple of 16 bytes.
+
+    Triton compiles a kernel for whether its pointers are such, so once more in the middle of a sync where they are not.
+    """
+    return np.pad(rows, ((0, 0), (0, rows.shape[1] % 2)))
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -23,7 +22,7 @@ from weight_sync.device.lanes import finish
 from weight_sync.device.tables import Box, Tables
 from weight_sync.errors import BindError, listed
 from weight_sync.layout.table import Ints
-from weight_sync.session.arrays import soon
+from weight_sync.session.arrays import columns_for, current, soon
 
 CHUNK = {"device": 4 << 30, "host": 256 << 20}
 """Bytes of the snapshot that are compared at a time, by where it is kept."""
@@ -36,12 +35,13 @@ _SPAN = 16 << 20
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
     """What changed in some regions. directory: its records, `transfer` being the number of the region; at: byte of `bodies`
-    at which each one's body begins; sizes: bytes of each on the wire. bodies: uint8, on the GPU; None where all records
-    together would take more than is left."""
+    at which each one's body begins; sizes: bytes of each on the wire. elements: that were compared. bodies: uint8, on the GPU;
+    None where all records together would take more than is left."""
 
     directory: NDArray[Any]
     at: Ints
     sizes: Ints
+    elements: int
     bodies: Any = None
 
     def nbytes(self, copies: Ints) -> int:
@@ -65,7 +65,7 @@ class DeviceChanges:
 
     def add(self, numbers: Sequence[int], boxes: Sequence[Box], start: Sequence[int]) -> None:
         """Regions that lie in live parameters. start: byte of the snapshot at which each begins."""
-        even = [i for i, box in enumerate(boxes) if self._words and Tables([box]).word == 8]
+        even = [i for i, box in enumerate(boxes) if self._words and 0 not in box[3] and Tables([box]).word == 8]
         for size in sorted({boxes[i][1] for i in even}):
             mine = [i for i in even if boxes[i][1] == size]
             tables = Tables([boxes[i] for i in mine], 8)
@@ -111,7 +111,7 @@ class DeviceChanges:
         # there and taken back: those of different item sizes may overlap.
         most = 2 if isinstance(snapshot, torch.Tensor) else 1
         parts, begun = iter(self._parts), deque[_Comparison]()
-        with self._current():
+        with current(self._device):
             while True:
                 begun += (_Comparison(part, snapshot, self._device) for part in islice(parts, most - len(begun)))
                 if not begun:
@@ -126,7 +126,7 @@ class DeviceChanges:
         """Copy all regions into the snapshot."""
         import torch  # pyright: ignore[reportMissingImports]
 
-        with self._current():
+        with current(self._device):
             for part in self._parts:
                 known = torch.as_tensor(snapshot[part.low : part.high])
                 there = known if isinstance(snapshot, torch.Tensor) else known.to(self._device, copy=True)
@@ -147,12 +147,6 @@ class DeviceChanges:
         nbytes = np.concatenate([part.nbytes for part in self._parts])[order]
         totals = np.add.reduceat(sums[order], first)
         return numbers, finish(totals, np.add.reduceat(nbytes, first).astype(np.uint64))
-
-    def _current(self) -> AbstractContextManager[Any]:
-        """The tensors' device, for launches."""
-        import torch  # pyright: ignore[reportMissingImports]
-
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
 def _nothing() -> None: ...
@@ -199,7 +193,7 @@ class _Comparison:
         changed, part = self._counts.numpy(), self._part
         directory, at, layout = part.laid_out(changed)
         sizes = body_bytes(directory)
-        found = Found(directory, at, sizes + RECORD_BYTES)
+        found = Found(directory, at, sizes + RECORD_BYTES, part.elements)
         if found.nbytes(copies) > left:
             return found
         bodies = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device=self._device)
@@ -208,7 +202,7 @@ class _Comparison:
         layout[1] = np.where(layout[1] < 0, 0, layout[1] + to)
         layout[2] += to
         if layout[1].any():
-            self._flagged.emit(*soon(layout, self._device))
+            self._flagged.emit(*soon(columns_for(layout), self._device))
         dense = directory["kind"] == Kind.DENSE
         if dense.any():
             self._copy(known + part.known_at[changed > 0][dense], to + at[dense], directory["span"][dense])
@@ -251,12 +245,13 @@ class _Part:
         self.size, self.numbers, self._device, self._fill = size, numbers, device, fill
         total, position = table[:, 5], table[:, 6]
         self.nbytes = total * 8
-        self.low, self.high = int(start.min()), int((start + self.nbytes).max())
+        # What is plain in the snapshot must be so in a part of it that is brought to the GPU, which begins here.
+        self.low, self.high = int(start.min()) // 16 * 16, int((start + self.nbytes).max())
         tables = Tables((), 8)
         tables.table = table
         self._table = torch.from_numpy(table).to(device)
         self._blocks: list[Any] = [tables.blocks_on(device, kernels.PER_PROGRAM, kind) for kind in (plain, ~plain)]
-        self._start = torch.from_numpy(start).to(device)
+        self._start = torch.from_numpy(np.ascontiguousarray(start)).to(device)  # a column, by its address
         self.sums: Any = torch.zeros(len(table), dtype=torch.int64, device=device)
         units = -(-total // kernels.PER_PROGRAM)
         # Flags, and so units, are in the order of the blocks: of all plain rows, then of the others.
@@ -270,6 +265,7 @@ class _Part:
         self._number = numbers[row]
         self._first = (position[row] + word) * 8 // size
         self._span = of_record * 8 // size
+        self.elements = int(self._span.sum())
         self.known_at = start[row] + word * 8
         begin, units = unit[row] + word // kernels.PER_PROGRAM, -(-of_record // kernels.PER_PROGRAM)
         record = np.empty(int(units.sum()), np.int32)

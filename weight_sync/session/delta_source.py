@@ -108,14 +108,14 @@ class DeltaSource:
         if bound.quantiser is not None:
             bound.quantiser.settle(payload["magnitudes"])
         limit = int(spec.max_share * int(plan.nbytes[bound.rows].sum()))
-        found = self._encoded = Encoded(max(_LEAST_HELD, regions.total // _HELD))
+        found = Encoded(max(_LEAST_HELD, regions.total // _HELD))
         digests = _Digests(regions, self._kind)
         elements, encoded = self._find(found, digests, limit)
         over = encoded > limit
         if bound.quantiser is not None and not over:
             bound.quantiser.unchanged()
         if not over:
-            self._messages = list(found.messages(plan, regions, spec.message))
+            self._encoded, self._messages = found, list(found.messages(plan, regions, spec.message))
         return {
             "missing": None,
             "over": over,
@@ -140,11 +140,10 @@ class DeltaSource:
         if self._device is not None:
             alone = self._device.numbers
             for part in self._device.find(self._snapshot.whole, limit, copies):
-                encoded += part.nbytes(copies)
+                elements, encoded = elements + part.elements, encoded + part.nbytes(copies)
                 if part.bodies is None:
                     return elements, encoded
                 found.add_found(part)
-            elements = int(volume[sorted(alone)].sum())
             digests.known(*self._device.digests())
         for number in range(len(regions.first)):
             if number not in alone:

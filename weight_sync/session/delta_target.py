@@ -35,7 +35,7 @@ class DeltaTarget:
         sizes = [ITEMSIZE[memory.param(name).dtype] for name in table["params"]]
         elements = [prod(shape) for shape in table["shape"]]
         self._transfers = np.stack([np.asarray(elements, np.int64), np.asarray(sizes, np.int64)], axis=1).reshape(-1, 2)
-        self._device = None if memory.device == "cpu" else DevicePlaces(boxes_of(memory, table))
+        self._device = None if memory.device == "cpu" else DevicePlaces(boxes_of(memory, table), memory.on)
 
     def patch(
         self, table: Mapping[str, Any], stage: Any, held: tuple[str, int] | None, epoch: int, payload: Mapping[str, Any]

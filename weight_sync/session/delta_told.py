@@ -7,7 +7,6 @@ which a trainer on the host sends, are decoded on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,32 +16,32 @@ from weight_sync.delta.message import HEADER_BYTES, Kind, Label, directory_end, 
 from weight_sync.device.tables import Box, Tables
 from weight_sync.errors import DeltaError
 from weight_sync.layout.table import Ints
-from weight_sync.session.arrays import to_host
+from weight_sync.session.arrays import columns_for, current, to_host
 from weight_sync.session.digests import digest_of_bytes
 
 
 class DevicePlaces:
     """Where the transfers of a binding end: tables for launches, one for each item size.
 
-    row: each transfer's first row in the table of its size, -1 for one that is larger than a launch can address.
+    row: each transfer's first row in the table of its size, -1 for one that is larger than a launch can address. Tables and
+    kernels are made here, for engines stand still when the first delta comes.
     """
 
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        self.row = np.full(len(boxes), -1, np.int64)
-        self._tables: dict[int, Tables] = {}
-        self._there: dict[tuple[int, Any], Any] = {}
-        for size in sorted({box[1] for box in boxes}):
-            mine = [i for i, box in enumerate(boxes) if box[1] == size and _fits(box)]
-            self._tables[size] = tables = Tables([boxes[i] for i in mine], size)
-            some, first = np.unique(tables.owner, return_index=True)
-            self.row[np.asarray(mine, np.int64)[some]] = first
-
-    def table(self, size: int, device: Any) -> Any:
+    def __init__(self, boxes: Sequence[Box], device: Any) -> None:
         import torch  # pyright: ignore[reportMissingImports] - what is on a GPU is a torch tensor
 
-        if (size, device) not in self._there:
-            self._there[size, device] = torch.from_numpy(self._tables[size].table).to(device)
-        return self._there[size, device]
+        from weight_sync.device.changes import warm
+
+        self.row = np.full(len(boxes), -1, np.int64)
+        self.tables: dict[int, Any] = {}
+        for size in sorted({box[1] for box in boxes}):
+            mine = [i for i, box in enumerate(boxes) if box[1] == size and _fits(box)]
+            tables = Tables([boxes[i] for i in mine], size)
+            self.tables[size] = torch.from_numpy(tables.table).to(device)
+            with current(device):
+                warm(size, TILE, ALL, device)
+            some, first = np.unique(tables.owner, return_index=True)
+            self.row[np.asarray(mine, np.int64)[some]] = first
 
 
 def _fits(box: Box) -> bool:
@@ -80,15 +79,15 @@ class DeviceMessage:
         """What the records say that are not written by write()."""
         if not len(self._others):
             return []
-        return list(changes(to_host(self._body), self._directory[self._others], self._at[self._others], self._where))
+        return list(changes(to_host(self._body), self._directory, self._at, self._where, self._others))
 
     def write(self) -> None:
         """Put the words where they belong, on the current stream."""
-        with self._current():
+        with current(self._device):
             for told, mine in self._told:
                 first = self._directory["first"][mine].astype(np.int64)
                 row = self._places.row[self._directory["transfer"][mine]]
-                told.write(*self._there(np.stack([first, row])), self._places.table(told.size, self._device))
+                told.write(*self._there(columns_for(np.stack([first, row]))), self._places.tables[told.size])
 
     def _check(self, records: Ints) -> None:
         directory = self._directory[records]
@@ -101,7 +100,7 @@ class DeviceMessage:
                 f"({Kind(directory['kind'][i]).name})"
             )
         self._zeros(self._at[records], index, changed * size)
-        with self._current():
+        with current(self._device):
             for each in np.unique(size).tolist():
                 self._check_size(each, records[size == each])
 
@@ -112,7 +111,8 @@ class DeviceMessage:
         index, span = directory["index"].astype(np.int64), directory["span"].astype(np.int64)
         groups = -(-span // (TILE * GROUP))
         columns = np.stack([groups, np.where(directory["kind"] == Kind.DENSE, -1, at), at + -(-index // 8) * 8, span])
-        told = Told(self._body, size, TILE, ALL, int(groups.sum()), self._there(columns))
+        there = self._there(columns_for(columns))[:, : len(mine)]
+        told = Told(self._body, size, TILE, ALL, int(groups.sum()), there)
         bad, *counts = told.tally().cpu().tolist()
         for i in np.flatnonzero(np.asarray(counts, np.int64) != directory["changed"])[:1].tolist():
             bad = min(bad, i)
@@ -140,11 +140,6 @@ class DeviceMessage:
 
     def _at_record(self, number: Any) -> str:
         return f"{self._where}, record {number}"
-
-    def _current(self) -> Any:
-        import torch  # pyright: ignore[reportMissingImports]
-
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
 def padded_by(nbytes: Ints) -> Ints:

@@ -6,7 +6,6 @@ Both sides of a plan use one kind of digest (`kind_for`): xxh3 where all memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from weight_sync.delta.message import LANES, XXH3, body_digest, lanes_digest
 from weight_sync.device.lanes import Lanes, finish
 from weight_sync.device.tables import Box, Tables
 from weight_sync.errors import VerifyError, listed
-from weight_sync.session.arrays import on_host, to_host
+from weight_sync.session.arrays import current, on_host, to_host
 
 DIGITS = 16
 """Hex digits of a digest."""
@@ -105,7 +104,6 @@ class DeviceDigests:
         self._host = HostDigests(LANES)
 
     def whole(self, group: object, keys: Sequence[Any], views: Callable[[], Sequence[Any]]) -> None:
-        import torch  # pyright: ignore[reportMissingImports] - what is on a GPU is a torch tensor
 
         from weight_sync.device import kernels
 
@@ -120,7 +118,7 @@ class DeviceDigests:
             launch = tables.in_two(self._device, kernels.PER_PROGRAM)
             self._kept[group] = strange, even, (list(keys), [keys[i] for i in even]), tables.owner, nbytes, launch
         strange, even, known, owner, nbytes, launch = self._kept[group]
-        with torch.cuda.device(self._device):  # hex() waits for this device's stream, whichever the thread's current device is
+        with current(self._device):  # hex() waits for this device's stream, whichever the thread's current device is
             sums = kernels.launch_digest(*launch)
         for i, view in strange:
             self._host.add(keys[i], to_host(view))
@@ -129,7 +127,6 @@ class DeviceDigests:
     def pieces(
         self, group: object, keys: Sequence[Any], first: Sequence[int], views: Sequence[Any], odd: Collection[Any] = ()
     ) -> None:
-        import torch  # pyright: ignore[reportMissingImports]
 
         from weight_sync.device import kernels
 
@@ -151,7 +148,7 @@ class DeviceDigests:
                 launch,
             )
         strange, even, known, owner, nbytes, launch = self._kept[group]
-        with torch.cuda.device(self._device):
+        with current(self._device):
             sums = kernels.launch_digest(*launch)
         for i in strange:
             self._host.add(keys[i], to_host(views[i]))
@@ -236,12 +233,10 @@ def digest_of_bytes(kind: str, view: Any) -> bytes:
     """Of contiguous bytes, whole 8-byte words on a GPU: as messages of deltas carry it (weight_sync.delta.message)."""
     if on_host(view):
         return body_digest(kind, view)
-    import torch  # pyright: ignore[reportMissingImports]
-
     from weight_sync.device import kernels
 
     tables = Tables.of_ranges(np.asarray([view.data_ptr()], np.int64), np.asarray([view.nbytes], np.int64), 8)
-    with torch.cuda.device(view.device) if view.device.type == "cuda" else nullcontext():
+    with current(view.device):
         total = kernels.launch_digest(*tables.in_two(view.device, kernels.PER_PROGRAM)).cpu().numpy().view(np.uint64)
     return lanes_digest(int(finish(total, np.asarray([view.nbytes], np.uint64))[0]))
 
