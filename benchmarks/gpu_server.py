@@ -336,7 +336,7 @@ def checked(name: str, trainer: Remote, server: Any, token: str, folder: Path, o
         figures["sync"].append(timed(partial(sync.sync, version)))
     figures["phases"] = {phase: statistics.median(values) for phase, values in watch.seconds.items()}
     # Of one sync: routes of SGLang's own are what it imposes, the worker's methods are ours.
-    figures["calls"] = {what: statistics.median(values) * len(values) / (2 * options.rounds) for what, values in calls.items()}
+    figures["calls"] = {what: sum(values) / (2 * options.rounds) for what, values in calls.items()}
     log.require(
         tokens() == disk, f"{name}: {2 * options.rounds} more syncs, A and B in turn; the tokens of the disk load again"
     )
