@@ -13,7 +13,17 @@ import numpy as np
 import torch
 
 from weight_sync.delta.codec import ALL, TILE, WORDS, Kind, Record, decode, encode, message_bytes, write_message
-from weight_sync.delta.message import HEADER_BYTES, LANES, RECORD, RECORD_BYTES, Label, directory_end, head, records_in
+from weight_sync.delta.message import (
+    HEADER_BYTES,
+    LANES,
+    RECORD,
+    RECORD_BYTES,
+    Label,
+    body_bytes,
+    directory_end,
+    head,
+    records_in,
+)
 from weight_sync.delta.spec import Base
 from weight_sync.device import changes as kernels_of_changes
 from weight_sync.device import tables
@@ -337,8 +347,8 @@ def refused() -> None:
         (message([2, 1, 3, 200, 143, 0], 3), "6 bytes for 3 values"),
         (message([1, 1], 2, Kind.DENSE, 2), "2 bytes for 2 values"),
         (message([], 3, Kind.DENSE, 4), "0 bytes for 3 values"),
-        (message([2, 1, 3, 200, 143], 3, junk=6), "bytes between the parts"),
-        (message([2, 1, 3, 200, 143], 3, junk=15), "bytes between the parts"),
+        (message([2, 1, 3, 200, 143], 3, junk=6), "record 0: bytes between its parts"),
+        (message([2, 1, 3, 200, 143], 3, junk=15), "record 0: bytes between its parts"),
         (message([2, 1, 3, 200, 143], 3, first=700), "not in the plan"),
     ]
     damaged = good.clone()
@@ -395,6 +405,13 @@ def mixed() -> None:
     assert not any(words.any() for words in live)
     found.write()
     assert [words.nonzero().reshape(-1).tolist() for words in live] == [[], [0, 255], [400 + 256 + n for n in (1, 2, 143)]]
+    raw = written(good).clone()
+    end = directory_end(len(good))
+    directory, body = raw[HEADER_BYTES:end].numpy().view(RECORD), raw[end:]
+    body[int(body_bytes(directory)[:3].sum()) + int(directory["index"][3])] = 9
+    raw[:end] = torch.from_numpy(head(LABEL, directory, len(body), LANES, digest_of_bytes(LANES, body)))
+    text = said(DeltaError, lambda: DeviceMessage(raw, LABEL, transfers, LANES, places))
+    assert "record 3: bytes between its parts" in text, text
     wrong = [
         (0, tiles(300, 2, [1, 1, 7, 144], 2), "record 0: elements of a tile"),
         (1, tiles(0, 4, [2, 1, 0, 255], 2), "record 1: tiles of 3 elements, not 2"),

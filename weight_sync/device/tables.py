@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,17 @@ def pair(sources: Sequence[Box], targets: Sequence[Box]) -> tuple[Tables, Tables
             todo += list(zip(_cut(one), _cut(other), strict=True))[::-1]
     word = min(Tables(here).word, Tables(there).word)
     return Tables(here, word), Tables(there, word)
+
+
+def fits(box: Box) -> bool:
+    """Whether one launch can take a region, in words of its own items."""
+    if prod(box[3]) <= _MOST_WORDS:
+        return True
+    try:
+        Tables([box], box[1])
+    except ValueError:
+        return False
+    return True
 
 
 def _cut(box: Box) -> list[Box]:

@@ -118,14 +118,16 @@ class Encoded:
         first = np.flatnonzero(new)
         nbytes = np.add.reduceat(sizes, first) if len(first) else sizes
         launch: list[tuple[int, int, int]] = []
+        records: list[tuple[int, Record]] = []
         for (number, byte), to, size in zip(places[first].tolist(), at[first].tolist(), nbytes.tolist(), strict=True):
             buffer = self._buffers[number]
             if isinstance(buffer, Record):
-                _write(buffer, room[to : to + size])
+                records.append((to, buffer))
             elif buffer.device == room.device:
                 launch.append((buffer.data_ptr() + byte, room.data_ptr() + to, size))
             else:
                 room[to : to + size].copy_(buffer[byte : byte + size])
+        _write(records, room)
         if launch:
             from weight_sync.device import kernels
 
@@ -135,13 +137,22 @@ class Encoded:
             kernels.launch_copy(table, other, blocks, 8, programs=COPYING)
 
 
-def _write(record: Record, room: Any) -> None:
+def _write(records: Sequence[tuple[int, Record]], room: Any) -> None:
+    """Bodies of records in host memory to these bytes of `room`; on a GPU those that follow each other by one copy."""
     if on_host(room):
-        record.write(room)
-    else:
-        body = np.empty(len(room), np.uint8)
-        record.write(body)
-        _assign(room, body)
+        for at, record in records:
+            record.write(room[at : at + record.nbytes - RECORD_BYTES])
+        return
+    ends = [at + record.nbytes - RECORD_BYTES for at, record in records]
+    low = 0
+    for i, end in enumerate(ends):
+        if i + 1 == len(ends) or records[i + 1][0] != end:
+            begin = records[low][0]
+            content = np.empty(end - begin, np.uint8)
+            for at, record in records[low : i + 1]:
+                record.write(content[at - begin : at - begin + record.nbytes - RECORD_BYTES])
+            _assign(room[begin:end], content)
+            low = i + 1
 
 
 def _assign(room: Any, content: NDArray[Any]) -> None:

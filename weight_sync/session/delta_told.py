@@ -13,7 +13,7 @@ import numpy as np
 
 from weight_sync.delta.codec import ALL, TILE, Change, changes
 from weight_sync.delta.message import HEADER_BYTES, Kind, Label, directory_end, opened, records_in, where_of
-from weight_sync.device.tables import Box, Tables
+from weight_sync.device.tables import Box, Tables, fits
 from weight_sync.errors import DeltaError
 from weight_sync.layout.table import Ints
 from weight_sync.session.arrays import columns_for, current, to_host
@@ -35,21 +35,13 @@ class DevicePlaces:
         self.row = np.full(len(boxes), -1, np.int64)
         self.tables: dict[int, Any] = {}
         for size in sorted({box[1] for box in boxes}):
-            mine = [i for i, box in enumerate(boxes) if box[1] == size and _fits(box)]
+            mine = [i for i, box in enumerate(boxes) if box[1] == size and fits(box)]
             tables = Tables([boxes[i] for i in mine], size)
             self.tables[size] = torch.from_numpy(tables.table).to(device)
             with current(device):
                 warm(size, TILE, ALL, device)
             some, first = np.unique(tables.owner, return_index=True)
             self.row[np.asarray(mine, np.int64)[some]] = first
-
-
-def _fits(box: Box) -> bool:
-    try:
-        Tables([box], box[1])
-    except ValueError:
-        return False
-    return True
 
 
 class DeviceMessage:
@@ -99,7 +91,7 @@ class DeviceMessage:
                 f"{self._at_record(records[i])}: {index[i]} bytes for {changed[i]} values of {span[i]} elements "
                 f"({Kind(directory['kind'][i]).name})"
             )
-        self._zeros(self._at[records], index, changed * size)
+        self._zeros(records, index, changed * size)
         with current(self._device):
             for each in np.unique(size).tolist():
                 self._check_size(each, records[size == each])
@@ -125,13 +117,15 @@ class DeviceMessage:
             raise DeltaError(f"{self._at_record(mine[bad])}: elements of a tile that it does not have, or not in order")
         self._told.append((told, mine))
 
-    def _zeros(self, at: Ints, index: Ints, values: Ints) -> None:
+    def _zeros(self, records: Ints, index: Ints, values: Ints) -> None:
         """The bytes between the parts of records."""
+        at = self._at[records]
         low = np.concatenate([at + index, at + -(-index // 8) * 8 + values])
         gap = np.concatenate([padded_by(index), padded_by(values)])
         between = np.arange(int(gap.sum())) + np.repeat(low - (np.cumsum(gap) - gap), gap)
-        if len(between) and bool(self._body[self._there(between)].any()):
-            raise DeltaError(f"{self._where}: bytes between the parts of its records are not zero")
+        if len(between) and bool((found := self._body[self._there(between)]).any()):
+            number = np.repeat(np.tile(records, 2), gap)[np.flatnonzero(to_host(found))].min()
+            raise DeltaError(f"{self._at_record(number)}: bytes between its parts are not zero")
 
     def _there(self, array: Ints) -> Any:
         import torch  # pyright: ignore[reportMissingImports]
