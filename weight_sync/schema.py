@@ -191,10 +191,10 @@ class SnapshotChoice(Enum):
 class DeltaConf:
     """Syncs that send only elements that changed since the last committed version (docs/delta.md).
 
-    snapshot: where each trainer rank keeps a copy of what it last sent (as many bytes as it sends); with weights on a GPU, device
-    is a hundred times faster. max_share: a rank whose encoded changes take more than this share of its bytes makes that sync a
-    complete one. staging: bytes for encoded changes on each trainer rank, and on each engine worker the larger of this and what
-    budget.target needs; on GPUs, half of what changes or more.
+    snapshot: where each trainer rank keeps a copy of what it last sent (as many bytes as it sends); with weights on a GPU,
+    device is a hundred times faster. max_share: a rank whose encoded changes take more than this share of its bytes makes that
+    sync a complete one. staging: bytes for encoded changes on each trainer rank, and on each engine worker the larger of this
+    and what budget.target needs; on GPUs, half of what changes or more.
     """
 
     enabled: bool = False

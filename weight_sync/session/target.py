@@ -165,12 +165,13 @@ class TargetAgent:
         self._generation += 1
         try:
             self._transport.register([Region(s.address, s.nbytes) for s in storages])
+            untouched = Untouched(memory, table)
+            delta = DeltaTarget(memory, table) if table.get("deltas") else None
         except BaseException:
             self._close()
             raise
         self._memory, self._stage, self._table = memory, stage, dict(table)
-        self._untouched = Untouched(memory, self._table)
-        self._delta = DeltaTarget(memory, self._table) if table.get("deltas") else None
+        self._untouched, self._delta = untouched, delta
         return self._binding()
 
     def _beside(self, table: Mapping[str, Any]) -> Placing:
