@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from cpu_p2p import TRANSPORTS, Rank, specs
-from workers import Phases, Remote, RemoteAgent, all_of, free_port
+from workers import Phases, Remote, RemoteAgent, all_of, free_port, median, timed
 
 from weight_sync.delta.spec import DeltaSpec
 from weight_sync.session.connect import SyncSpec
@@ -36,7 +35,6 @@ from weight_sync.session.session import WeightSync
 
 TRANSPORTS["delta"] = TRANSPORTS["tcp"]
 """A second pair of agents over the same memory, which does not know of the complete sessions: they write the same bytes."""
-STALLED = ("pause", "write", "verify", "commit", "resume")
 LINKS = {"25 Gb/s": 25e9 / 8, "1 Gb/s": 1e9 / 8}
 
 
@@ -58,15 +56,6 @@ def session(ranks: list[Remote], name: str, layers: int, watch: Phases, delta: D
     engine = InProcessEngine("engine", agents, model=target.config, sizes=sizes)  # type: ignore[arg-type]
     spec = SyncSpec(source, target, witness=False, delta=delta)
     return WeightSync(trainers, [engine], spec, observer=watch)  # type: ignore[arg-type]
-
-
-def timed(sync: WeightSync, watch: Phases, version: int) -> tuple[Any, dict[str, float]]:
-    watch.seconds.clear()
-    began = time.perf_counter()
-    outcome = sync.sync(version)
-    phases = {name: sum(values) for name, values in watch.seconds.items()}
-    stalled = sum(phases.get(name, 0.0) for name in STALLED)
-    return outcome, phases | {"sync": time.perf_counter() - began, "stalled": stalled}
 
 
 def run(layers: int, rounds: int, shares: Sequence[float]) -> dict[str, Any]:
@@ -107,10 +96,6 @@ def run(layers: int, rounds: int, shares: Sequence[float]) -> dict[str, Any]:
     for rank in ranks:
         rank.process.kill()
     return found
-
-
-def median(rows: list[dict[str, Any]], *path: str) -> float:
-    return statistics.median(row[path[0]] if len(path) == 1 else row[path[0]].get(path[1], 0.0) for row in rows)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import gpu_p2p
 from gpu_p2p import Side, SideEngine, SideTrainers
-from workers import Phases, Remote, all_of, free_port
+from workers import Phases, Remote, all_of, free_port, median, timed
 
 from weight_sync.delta.spec import DeltaSpec
 from weight_sync.session.connect import SyncSpec
@@ -36,7 +36,6 @@ from weight_sync.session.session import WeightSync
 
 gpu_p2p.TRANSPORTS = {"complete": {"name": "cuda_ipc"}, "delta": {"name": "cuda_ipc"}}
 """Two pairs of agents over the same memory, neither of which knows of the other: they write the same bytes."""
-STALLED = ("pause", "write", "verify", "commit", "resume")
 LINK = 50e9
 _AT_A_TIME = 1 << 30
 
@@ -63,15 +62,6 @@ def session(sides: list[Remote], name: str, layers: int, watch: Phases, delta: D
     engine = SideEngine(sides[1], name, 1, model=target.config, sizes=dict(dims_of(target, "rollout").sizes))
     spec = SyncSpec(source, target, witness=False, costs=gpu_p2p.COSTS["ours"], delta=delta)
     return WeightSync(SideTrainers(sides[0], name, 1), [engine], spec, observer=watch)
-
-
-def timed(sync: WeightSync, watch: Phases, version: int) -> tuple[Any, dict[str, float]]:
-    watch.seconds.clear()
-    began = time.perf_counter()
-    outcome = sync.sync(version)
-    phases = {name: sum(values) for name, values in watch.seconds.items()}
-    stalled = sum(phases.get(name, 0.0) for name in STALLED)
-    return outcome, phases | {"sync": time.perf_counter() - began, "stalled": stalled}
 
 
 def run(layers: int, rounds: int, shares: Sequence[float], staging: int, snapshot: Any) -> dict[str, Any]:
@@ -126,10 +116,6 @@ def run(layers: int, rounds: int, shares: Sequence[float], staging: int, snapsho
     for side in sides:
         side.process.kill()
     return found
-
-
-def median(rows: list[dict[str, Any]], *path: str) -> float:
-    return statistics.median(row[path[0]] if len(path) == 1 else row[path[0]].get(path[1], 0.0) for row in rows)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from weight_sync.layout.table import Layout
-from weight_sync.session.session import SilentObserver
+from weight_sync.session.session import SilentObserver, WeightSync
+
+STALLED = ("pause", "write", "verify", "commit", "resume")
+"""Phases in which engines stand still."""
 
 
 def serve(make: Callable[..., Any], connection: Any, *arguments: Any) -> None:
@@ -63,6 +67,21 @@ class Phases(SilentObserver):
     def add_spans(self, rank: str, spans: Any) -> None:
         for span in spans:
             self.seconds.setdefault(f"{span['phase']} on ranks", []).append(span["end"] - span["start"])
+
+
+def timed(sync: WeightSync, watch: Phases, version: int) -> tuple[Any, dict[str, float]]:
+    """One sync's outcome, and seconds: of each phase, of it all as "sync", and of those in which engines stand still."""
+    watch.seconds.clear()
+    began = time.perf_counter()
+    outcome = sync.sync(version)
+    phases = {name: sum(values) for name, values in watch.seconds.items()}
+    stalled = sum(phases.get(name, 0.0) for name in STALLED)
+    return outcome, phases | {"sync": time.perf_counter() - began, "stalled": stalled}
+
+
+def median(rows: list[dict[str, Any]], *path: str) -> float:
+    """Over rounds, of what lies at this path in each; 0 where a round has no such phase."""
+    return statistics.median(row[path[0]] if len(path) == 1 else row[path[0]].get(path[1], 0.0) for row in rows)
 
 
 class RemoteAgent:

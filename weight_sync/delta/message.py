@@ -39,7 +39,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -51,6 +51,7 @@ from weight_sync.errors import DeltaError
 from weight_sync.layout.table import Ints
 
 Bytes = NDArray[np.uint8]
+N = TypeVar("N", int, Ints)
 
 MAGIC = b"wsdelta\0"
 FORMAT = 2
@@ -113,14 +114,15 @@ class Opened:
     digest: bytes
 
 
-def padded(nbytes: int) -> int:
+def padded(nbytes: N) -> N:
+    """Up to the next multiple of 8."""
     return -(-nbytes // 8) * 8
 
 
 def body_bytes(directory: NDArray[Any]) -> Ints:
     """Of each record."""
     index, values = directory["index"].astype(np.int64), directory["changed"].astype(np.int64) * directory["itemsize"]
-    return -(-index // 8) * 8 + -(-values // 8) * 8
+    return padded(index) + padded(values)
 
 
 def directory_end(records: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_sync.delta.codec import ALL, TILE
-from weight_sync.delta.message import HEADER_BYTES, RECORD, RECORD_BYTES, Kind, body_bytes
+from weight_sync.delta.message import HEADER_BYTES, RECORD, RECORD_BYTES, Kind, body_bytes, padded
 from weight_sync.device.lanes import finish
 from weight_sync.device.tables import Box, Tables
 from weight_sync.errors import BindError, listed
@@ -306,8 +306,7 @@ class _Part:
         byte of the snapshot, byte of the index (-1: none) and of the values."""
         size = self.size
         index, values = -(-self._span // TILE) + changed, changed * size
-        tiled = -(-index // 8) * 8 + -(-values // 8) * 8
-        dense = tiled >= -(-self._span * size // 8) * 8
+        dense = padded(index) + padded(values) >= padded(self._span * size)
         directory = np.zeros(len(changed), RECORD)
         directory["transfer"], directory["itemsize"] = self._number, size
         directory["kind"] = np.where(dense, Kind.DENSE, Kind.TILES)
@@ -317,5 +316,5 @@ class _Part:
         some = changed > 0
         sizes = np.where(some, body_bytes(directory), 0)
         at = np.cumsum(sizes) - sizes
-        layout = np.stack([self.known_at, np.where(some & ~dense, at, -1), at + -(-index // 8) * 8])
+        layout = np.stack([self.known_at, np.where(some & ~dense, at, -1), at + padded(index)])
         return directory[some], at[some], layout

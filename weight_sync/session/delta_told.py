@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from weight_sync.delta.codec import ALL, TILE, Change, changes
-from weight_sync.delta.message import HEADER_BYTES, Kind, Label, directory_end, opened, records_in, where_of
+from weight_sync.delta.message import HEADER_BYTES, Kind, Label, directory_end, opened, padded, records_in, where_of
 from weight_sync.device.tables import Box, Tables, fits
 from weight_sync.errors import DeltaError
 from weight_sync.layout.table import Ints
@@ -102,7 +102,7 @@ class DeviceMessage:
         directory, at = self._directory[mine], self._at[mine]
         index, span = directory["index"].astype(np.int64), directory["span"].astype(np.int64)
         groups = -(-span // (TILE * GROUP))
-        columns = np.stack([groups, np.where(directory["kind"] == Kind.DENSE, -1, at), at + -(-index // 8) * 8, span])
+        columns = np.stack([groups, np.where(directory["kind"] == Kind.DENSE, -1, at), at + padded(index), span])
         there = self._there(columns_for(columns))[:, : len(mine)]
         told = Told(self._body, size, TILE, ALL, int(groups.sum()), there)
         bad, *counts = told.tally().cpu().tolist()
@@ -120,8 +120,8 @@ class DeviceMessage:
     def _zeros(self, records: Ints, index: Ints, values: Ints) -> None:
         """The bytes between the parts of records."""
         at = self._at[records]
-        low = np.concatenate([at + index, at + -(-index // 8) * 8 + values])
-        gap = np.concatenate([padded_by(index), padded_by(values)])
+        low = np.concatenate([at + index, at + padded(index) + values])
+        gap = np.concatenate([padded(index) - index, padded(values) - values])
         between = np.arange(int(gap.sum())) + np.repeat(low - (np.cumsum(gap) - gap), gap)
         if len(between) and bool((found := self._body[self._there(between)]).any()):
             number = np.repeat(np.tile(records, 2), gap)[np.flatnonzero(to_host(found))].min()
@@ -134,8 +134,3 @@ class DeviceMessage:
 
     def _at_record(self, number: Any) -> str:
         return f"{self._where}, record {number}"
-
-
-def padded_by(nbytes: Ints) -> Ints:
-    """Bytes up to the next multiple of 8."""
-    return -(-nbytes // 8) * 8 - nbytes
